@@ -1,0 +1,215 @@
+"""What crosses an edge: the requests a client makes and the events it gets back. Frozen, plain data.
+
+`wire` turns these into bytes and back; `engine` and `stream` produce and consume them; nothing here does anything.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+RequestId: TypeAlias = int | str
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "timeout", "shutdown"]
+
+# A token's log probability and the k most likely tokens at its position: (own, ((token id, logprob), ...)).
+TokenLogprobs: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when they stop.
+
+    Attributes:
+        max_tokens: tokens generated at most; at least 1.
+        temperature: 0 is greedy (the default); otherwise logits are divided by it.
+        top_p: smallest set of tokens whose probability reaches it; 1 keeps all.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        seed: below 2**53; None lets the server draw one, reported in `Accepted.seed`.
+        stop: strings that end the text before them.
+        stop_token_ids: ids that end the output, themselves not part of it.
+        ignore_eos: generate past the model's own end-of-sequence tokens.
+        logprobs: None for none; k for each token's own log probability and the k most likely.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation, for the model's chat template."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One generation. Exactly one of `prompt`, `token_ids`, `messages` is set.
+
+    Attributes:
+        id: chosen by the client, unique among its live requests on the connection.
+        priority: 0 (most urgent) to 9.
+        timeout_ms: bound on the whole request, from its arrival; None for none.
+        queue_timeout_ms: bound on the time in the queue; may only shorten the server's.
+        stream: False sends no `Tokens`; the terminal event carries everything.
+        resume_token_ids: already generated elsewhere: prefilled after the prompt, counted as output, not sent again.
+    """
+
+    id: RequestId = 0
+    prompt: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 5
+    timeout_ms: int | None = None
+    queue_timeout_ms: int | None = None
+    stream: bool = True
+    resume_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The request was admitted. `seed` repeats the run; `requests_ahead` is the queue when it was admitted."""
+
+    id: RequestId
+    prompt_tokens: int
+    requests_ahead: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Newly generated tokens. `index` is the output position of the first; `text` is whole UTF-8, perhaps empty."""
+
+    id: RequestId
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request. `cached_tokens` are prompt tokens served from the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Milliseconds from the request's arrival. `ttft_ms` is 0 where no token came; `prefill_ms` from dispatch on."""
+
+    queue_ms: float
+    prefill_ms: float
+    ttft_ms: float
+    total_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport:
+    """What the request's batch cost: token slots computed and used while it ran, and the wait for its batch mates.
+
+    Attributes:
+        max_size: rows in the largest step it was part of.
+        mean_size: rows per step, averaged over its steps.
+        issued_tokens: token slots computed, padding included, over its steps.
+        useful_tokens: of those, tokens somebody asked for.
+        hol_delay_ms: batch end minus its own end (head-of-line delay); 0 where it left at its own end and the batch
+            was not run to completion.
+    """
+
+    max_size: int
+    mean_size: float
+    issued_tokens: int
+    useful_tokens: int
+    hol_delay_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The terminal event of a request that ran. With `stream: false`, `token_ids` and `text` are the whole output."""
+
+    id: RequestId
+    finish_reason: FinishReason
+    text: str
+    usage: Usage
+    timing: Timing
+    batch: BatchReport
+    token_ids: tuple[int, ...] | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The terminal event of a request that failed or was refused; `id` None means the connection itself."""
+
+    id: RequestId | None
+    code: str
+    status: int
+    message: str
+    retry_after_ms: int | None = None
+
+
+Event: TypeAlias = Accepted | Tokens | Finished | Failed
+Terminal: TypeAlias = Finished | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a server accepts, told in `Hello`. Tokens, bytes, requests."""
+
+    max_model_len: int
+    max_message_bytes: int
+    max_live_requests: int
+    max_logprobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first frame on every connection. `state` is one of ready, draining, dead."""
+
+    version: int
+    model: str
+    server: str
+    limits: Limits
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainingNotice:
+    """The server is shutting down: live requests have `deadline_ms` left, new ones are refused."""
+
+    deadline_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Stop this request; its terminal event still comes. Unknown ids are ignored (it may just have ended)."""
+
+    id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Application-level ping, for clients (browsers) that cannot send WebSocket pings."""
+
+    nonce: int | str
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """The answer to `Ping`, with its nonce."""
+
+    nonce: int | str
+
+
+ClientMessage: TypeAlias = GenerateRequest | Cancel | Ping
+ServerMessage: TypeAlias = Hello | Accepted | Tokens | Finished | Failed | DrainingNotice | Pong

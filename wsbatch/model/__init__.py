@@ -1,0 +1,1 @@
+"""HOW: synchronous torch code run by the worker thread. Never imports trio."""
