@@ -1,0 +1,137 @@
+"""Configuration: frozen dataclasses, validated once. A bad value is a ValueError naming field, value and bound.
+
+Each field carries its help text and bounds as metadata: the validator, the command line's flags and the table in
+docs/operations.md are all made from it, so a setting is described in one place.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Literal, cast
+
+SchedulerName = Literal["dynamic", "continuous"]
+WaitAnchor = Literal["oldest", "idle", "last"]
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """A dataclass field with its description and inclusive bounds. A None default means the field may be None."""
+    return field(
+        default=default, metadata={"help": help, "least": least, "most": most, "choices": choices}, kw_only=True
+    )
+
+
+def _check_field(owner: object, spec: Field[Any]) -> None:
+    meta: Mapping[str, Any] = spec.metadata
+    value = getattr(owner, spec.name)
+    name = f"{type(owner).__name__}.{spec.name}"
+    if value is None:
+        if spec.default is not None:
+            raise ValueError(f"{name} must not be None")
+        return
+    if meta["choices"] is not None and value not in meta["choices"]:
+        raise ValueError(f"{name} is {value!r}: must be one of {', '.join(meta['choices'])}")
+    for number in value if isinstance(value, tuple) else (value,):
+        if meta["least"] is None and meta["most"] is None:
+            continue
+        if isinstance(number, bool) or not isinstance(number, int | float) or math.isnan(number):
+            raise ValueError(f"{name} is {value!r}: must be a number")
+        if isinstance(spec.default, int) and not isinstance(number, int):
+            raise ValueError(f"{name} is {value!r}: must be a whole number")
+        if meta["least"] is not None and number < meta["least"]:
+            raise ValueError(f"{name} is {value!r}: must be at least {meta['least']}")
+        if meta["most"] is not None and number > meta["most"]:
+            raise ValueError(f"{name} is {value!r}: must be at most {meta['most']}")
+
+
+class Settings:
+    """Base of the configuration classes: checks every field when the object is made."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError naming the first field that is out of its bounds."""
+        for spec in fields(cast(Any, self)):
+            _check_field(self, spec)
+
+
+@dataclass(frozen=True)
+class EngineConfig(Settings):
+    """The model, how its requests are batched, and how many may wait."""
+
+    model: str = setting("demo", "Hugging Face id, local directory, .gguf file, `demo`, or `simulated` (no model)")
+    dtype: str = setting("auto", "type of the computation", choices=("auto", "float32", "bfloat16", "float16"))
+    device: str = setting("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
+    threads: int | None = setting(None, "threads of the model; default: torch's own choice", least=1, most=1024)
+    max_model_len: int | None = setting(
+        None, "longest prompt plus output, in tokens; default: what the model was made for", least=2
+    )
+
+    scheduler: SchedulerName = setting("dynamic", "dynamic: padded batches run to completion", choices=("dynamic",))
+    max_batch_size: int = setting(8, "rows in a batch at most", least=1, most=4096)
+    max_wait_ms: float = setting(
+        5.0, "dynamic: how long the oldest waiting request may be held for company", least=0, most=60_000
+    )
+    wait_anchor: WaitAnchor = setting(
+        "oldest",
+        "dynamic: where the wait's clock starts: the oldest request's arrival, the moment the model fell idle, "
+        "or the last arrival (bounded by max_wait_ms from the oldest)",
+        choices=("oldest", "idle", "last"),
+    )
+    length_buckets: tuple[int, ...] = setting(
+        (), "dynamic: prompt lengths that part the batches: rows of one batch share a bucket", least=1
+    )
+    adaptive_wait: bool = setting(False, "dynamic: wait only while the arrival rate makes it pay, up to max_wait_ms")
+    early_compaction: bool = setting(
+        False, "dynamic: drop finished rows from the batch's tensors once half of them are done"
+    )
+
+    max_queue_requests: int = setting(256, "requests waiting at most", least=1)
+    max_queue_tokens: int = setting(262_144, "prompt tokens waiting at most", least=1)
+    queue_timeout_ms: int = setting(60_000, "a request's longest time in the queue", least=1, most=86_400_000)
+    max_unsent_tokens: int = setting(
+        4096, "tokens a client may leave unread before its request is ended with slow_consumer", least=1
+    )
+    step_stall_s: float = setting(
+        120.0, "a model step longer than this declares the engine dead", least=0.1, most=86_400
+    )
+
+    def __post_init__(self) -> None:
+        """Check every field, then what no single field shows."""
+        super().__post_init__()
+        if list(self.length_buckets) != sorted(set(self.length_buckets)):
+            raise ValueError(f"EngineConfig.length_buckets is {self.length_buckets!r}: must be strictly increasing")
+
+
+@dataclass(frozen=True)
+class ServerConfig(Settings):
+    """The socket, who may use it, and what one client may take."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8765, "port to listen on; 0 picks a free one", least=0, most=65_535)
+    certfile: str | None = setting(None, "TLS certificate chain (PEM); needs keyfile")
+    keyfile: str | None = setting(None, "TLS private key (PEM); needs certfile")
+    auth_token: str | None = setting(None, "clients must send it: `Authorization: Bearer …` or `?token=…`")
+    allow_origins: tuple[str, ...] = setting(
+        (), "Origin headers let in; none given: any page may connect; requests without Origin always pass"
+    )
+    max_connections: int = setting(1024, "open connections at most; more get 503 before the upgrade", least=1)
+    max_live_requests: int = setting(64, "live requests on one connection at most", least=1)
+    max_message_bytes: int = setting(8_388_608, "a client's message at most", least=1024, most=1_073_741_824)
+    max_head_bytes: int = setting(16_384, "an HTTP request head at most", least=1024, most=1_048_576)
+    head_timeout_s: float = setting(10.0, "a request head must be complete within this", least=0.01, most=3600)
+    ping_interval_s: float = setting(20.0, "silence after which the client is pinged", least=0.01, most=3600)
+    ping_timeout_s: float = setting(20.0, "silence after a ping that ends the connection", least=0.01, most=3600)
+    send_timeout_s: float = setting(30.0, "one frame must be written within this", least=0.01, most=3600)
+    close_timeout_s: float = setting(3.0, "the closing handshake must be done within this", least=0.01, most=60)
+    drain_s: float = setting(30.0, "grace period of a shutdown", least=0, most=86_400)
+
+    def __post_init__(self) -> None:
+        """Check every field, then what no single field shows."""
+        super().__post_init__()
+        if (self.certfile is None) != (self.keyfile is None):
+            raise ValueError("ServerConfig.certfile and ServerConfig.keyfile must be given together")

@@ -1,0 +1,52 @@
+"""The engine: what sessions and servers need of it, and the loop that drains, decides, steps and delivers."""
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Literal, Protocol
+
+from wsbatch.errors import RequestError
+from wsbatch.messages import GenerateRequest
+from wsbatch.metrics import EngineMetrics
+from wsbatch.steps import ModelInfo
+from wsbatch.stream import Stream
+
+EngineState = Literal["ready", "draining", "dead"]
+
+
+class Engine(Protocol):
+    """What a session or a server needs; a pool of engines has the same shape."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model's facts."""
+        ...
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """This engine's own registry of metrics."""
+        ...
+
+    @property
+    def state(self) -> EngineState:
+        """ready, draining or dead."""
+        ...
+
+    def refusal(self) -> RequestError | None:
+        """Why any request made now would be refused (full, draining, dead), with `retry_after_ms`; None if it may be let in."""
+        ...
+
+    async def submit(self, request: GenerateRequest, *, on_event: Callable[[Stream], None] | None = None) -> Stream:
+        """Tokenise and admit a request; its stream begins with `Accepted`.
+
+        Waits for the tokeniser only, never for room. Raises RequestError where the request is refused. Cancelled, it
+        leaves nothing behind. `on_event` is called whenever the stream turns from empty to non-empty.
+        """
+        ...
+
+    def generate(self, request: GenerateRequest) -> AbstractAsyncContextManager[Stream]:
+        """`submit` as a context manager: leaving the block cancels the request if it is still live."""
+        ...
+
+    async def drain(self, grace_s: float) -> None:
+        """Admit nothing more; wait for the live requests, at most `grace_s`; end the rest with `shutdown`."""
+        ...

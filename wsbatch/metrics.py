@@ -1,0 +1,89 @@
+"""One Prometheus registry per engine, so that two engines in a process do not collide.
+
+Names follow vLLM's with the prefix `wsbatch_`, so dashboards carry over by a search and replace.
+"""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from wsbatch.messages import Finished
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TPOT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+_SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class EngineMetrics:
+    """What an engine and its connections count. `registry` is open for whoever embeds the engine."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"wsbatch_{name}", text, buckets=buckets, registry=self.registry)
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"wsbatch_{name}", text, labels, registry=self.registry)
+
+        self.num_requests_running = Gauge(
+            "wsbatch_num_requests_running", "Requests in the running batch", registry=self.registry
+        )
+        self.num_requests_waiting = Gauge(
+            "wsbatch_num_requests_waiting", "Requests in the queue", registry=self.registry
+        )
+        self.connections = Gauge("wsbatch_connections", "Open WebSocket connections", registry=self.registry)
+        self.refused = counter("requests_refused", "Requests and connections refused or failed", ("code",))
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated for requests")
+        self.success = counter("request_success", "Requests finished", ("finished_reason",))
+        self.time_to_first_token = histogram(
+            "time_to_first_token_seconds", "Arrival to first token", _LATENCY_BUCKETS_S
+        )
+        self.time_per_output_token = histogram(
+            "time_per_output_token_seconds", "Mean time between a request's tokens", _TPOT_BUCKETS_S
+        )
+        self.e2e_latency = histogram("e2e_request_latency_seconds", "Arrival to last token", _LATENCY_BUCKETS_S)
+        self.queue_time = histogram("request_queue_time_seconds", "Arrival to first step", _LATENCY_BUCKETS_S)
+        self.batch_size = histogram("batch_size", "Rows computed in a step", _SIZE_BUCKETS)
+        self.step_seconds = histogram("step_seconds", "Time of a model step", _TPOT_BUCKETS_S)
+        self.hol_delay = histogram(
+            "head_of_line_delay_seconds", "Batch end minus a request's own end, dynamic batches", _LATENCY_BUCKETS_S
+        )
+        self.issued_tokens = counter("issued_tokens", "Token slots computed, padding included", ("phase",))
+        self.useful_tokens = counter("useful_tokens", "Token slots computed that somebody asked for", ("phase",))
+        self.slot_utilization = Gauge(
+            "wsbatch_slot_utilization", "Live rows over rows computed, last decode step", registry=self.registry
+        )
+
+    def watch(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
+        """Read the two gauges from these functions at every scrape."""
+        self.num_requests_running.set_function(running)
+        self.num_requests_waiting.set_function(waiting)
+
+    def observe_step(self, phase: str, rows: int, issued: int, useful: int, seconds: float) -> None:
+        """Count one step. `phase` is prefill or decode; `rows` were computed; token slots issued and useful."""
+        self.batch_size.observe(rows)
+        self.step_seconds.observe(seconds)
+        self.issued_tokens.labels(phase).inc(issued)
+        self.useful_tokens.labels(phase).inc(useful)
+        if phase == "decode" and issued:
+            self.slot_utilization.set(useful / issued)
+
+    def observe_finished(self, finished: Finished) -> None:
+        """Count one request that ran to its end."""
+        timing, tokens = finished.timing, finished.usage.completion_tokens
+        self.success.labels(finished.finish_reason).inc()
+        self.generation_tokens.inc(tokens)
+        self.queue_time.observe(timing.queue_ms / 1000)
+        self.e2e_latency.observe(timing.total_ms / 1000)
+        if tokens:
+            self.time_to_first_token.observe(timing.ttft_ms / 1000)
+        if tokens > 1:
+            self.time_per_output_token.observe((timing.total_ms - timing.ttft_ms) / 1000 / (tokens - 1))
+
+    def render(self) -> bytes:
+        """The registry in Prometheus' text format; `CONTENT_TYPE` is its media type."""
+        return generate_latest(self.registry)

@@ -1,0 +1,132 @@
+"""One request's life on the engine's side: outbox, progress, exactly one terminal event.
+
+The engine writes (`accept`, `push`, `finish`, `fail`), the consumer reads (`take`, `wait`, iteration). Writing never
+waits: what the consumer has not taken is merged into one `Tokens` event, bounded by the request's own max_tokens. Both
+sides run on the event loop, so nothing here needs a lock.
+"""
+
+from collections.abc import AsyncIterator, Callable
+
+import trio
+
+from wsbatch.errors import RequestError
+from wsbatch.messages import Accepted, Event, Failed, Finished, GenerateRequest, Terminal, TokenLogprobs, Tokens
+
+
+class Stream:
+    """The events of one request, in order: `Accepted`, any number of `Tokens`, one `Finished` or `Failed`.
+
+    Iterating yields them and ends after the terminal one. Leaving `async with engine.generate(...)` cancels it.
+
+    Args:
+        request: what was asked.
+        on_cancel: called with this stream when `cancel` is called while it is live.
+        on_event: called with this stream each time it turns from empty to having something to take.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        *,
+        on_cancel: Callable[["Stream"], None],
+        on_event: Callable[["Stream"], None] | None = None,
+    ) -> None:
+        self.request = request
+        self.accepted: Accepted | None = None
+        self.terminal: Terminal | None = None
+        self._on_cancel = on_cancel
+        self._on_event = on_event
+        self._wakeup = trio.Event()
+        self._accepted_taken = False
+        self._terminal_taken = False
+        # The outbox: tokens pushed and not yet taken.
+        self._index = len(request.resume_token_ids)
+        self._token_ids: list[int] = []
+        self._text: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    def __repr__(self) -> str:
+        state = "new" if self.accepted is None else "live" if self.terminal is None else "ended"
+        return f"<Stream {self.request.id!r} {state}, {self.unsent_tokens} unsent>"
+
+    @property
+    def live(self) -> bool:
+        """Whether the terminal event is still to come."""
+        return self.terminal is None
+
+    @property
+    def unsent_tokens(self) -> int:
+        """Tokens pushed and not yet taken."""
+        return len(self._token_ids)
+
+    def accept(self, accepted: Accepted) -> None:
+        """The request has its place in the queue."""
+        self.accepted = accepted
+        self._notify()
+
+    def push(self, token_ids: list[int], text: str, logprobs: list[TokenLogprobs]) -> None:
+        """Add tokens to the outbox. `logprobs` is empty where none were asked for, else as long as `token_ids`."""
+        was_empty = not self._token_ids and not self._text
+        self._token_ids += token_ids
+        if text:
+            self._text.append(text)
+        self._logprobs += logprobs
+        if was_empty:
+            self._notify()
+
+    def finish(self, finished: Finished) -> None:
+        """End the request; what it had pushed is still delivered first. Calls after the first are ignored."""
+        self._end(finished)
+
+    def fail(self, error: RequestError) -> None:
+        """End the request with an error. Calls after the first terminal are ignored."""
+        self._end(Failed(self.request.id, error.code, error.status, error.message, error.retry_after_ms))
+
+    def cancel(self) -> None:
+        """Ask the engine to end the request now, with `cancelled`. Does nothing once it has ended."""
+        if self.live:
+            self._on_cancel(self)
+
+    def take(self) -> list[Event]:
+        """All that happened since the last call, tokens merged into at most one `Tokens`. Never waits."""
+        events: list[Event] = []
+        if self.accepted is not None and not self._accepted_taken:
+            self._accepted_taken = True
+            events.append(self.accepted)
+        if self._token_ids or self._text:
+            logprobs = tuple(self._logprobs) if self._logprobs else None
+            events.append(Tokens(self.request.id, self._index, tuple(self._token_ids), "".join(self._text), logprobs))
+            self._index += len(self._token_ids)
+            self._token_ids, self._text, self._logprobs = [], [], []
+        if self.terminal is not None and not self._terminal_taken:
+            self._terminal_taken = True
+            events.append(self.terminal)
+        return events
+
+    async def wait(self) -> list[Event]:
+        """Wait until `take` has something, and take it; an empty list once the terminal event was taken.
+
+        Cancelling it loses nothing.
+        """
+        await trio.lowlevel.checkpoint()
+        while not (events := self.take()):
+            if self._terminal_taken:
+                return []
+            self._wakeup = trio.Event()
+            await self._wakeup.wait()
+        return events
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        while events := await self.wait():
+            for event in events:
+                yield event
+
+    def _end(self, terminal: Terminal) -> None:
+        if self.terminal is None:
+            self.terminal = terminal
+            self._notify()
+
+    def _notify(self) -> None:
+        self._wakeup.set()
+        if self._on_event is not None:
+            self._on_event(self)
