@@ -1,0 +1,87 @@
+"""The waiting set: order, ageing, sums of tokens."""
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from wsbatch.steps import RowSampling
+
+AGEING_S = 10.0
+"""A request is passed by one that is a class more urgent only if that one arrives within this time after it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A request as a scheduler sees it.
+
+    Attributes:
+        key: the engine's own number for it, never used twice.
+        token_ids: the prompt, and after it what was already generated elsewhere.
+        max_new_tokens: tokens still to generate at most; at least 1.
+        sampling: how its tokens are chosen.
+        priority: 0 (most urgent) to 9.
+        arrived_s: when it arrived, on the engine's clock.
+    """
+
+    key: int
+    token_ids: tuple[int, ...]
+    max_new_tokens: int
+    sampling: RowSampling
+    priority: int
+    arrived_s: float
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """The sort key: a virtual arrival time.
+
+        Each class costs AGEING_S: a static key that gives priority, first come first served within a class, and a
+        bounded wait at once, because a request is only ever passed by those who arrive within 9 * AGEING_S after it.
+        """
+        return (self.arrived_s + self.priority * AGEING_S, self.key)
+
+
+class WaitingQueue:
+    """The waiting requests in the order in which they should be served."""
+
+    def __init__(self) -> None:
+        self._ordered: list[Work] = []
+        self._by_key: dict[int, Work] = {}
+        self._tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._ordered)
+
+    def __iter__(self) -> Iterator[Work]:
+        return iter(self._ordered)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._by_key
+
+    def __repr__(self) -> str:
+        return f"<WaitingQueue {len(self)} requests, {self._tokens} tokens>"
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens waiting."""
+        return self._tokens
+
+    def add(self, work: Work) -> None:
+        """Put a request in its place. The key must be new."""
+        if work.key in self._by_key:
+            raise ValueError(f"key {work.key} is already waiting")
+        bisect.insort(self._ordered, work, key=lambda item: item.order)
+        self._by_key[work.key] = work
+        self._tokens += len(work.token_ids)
+
+    def get(self, key: int) -> Work | None:
+        """The waiting request with this key, if there is one."""
+        return self._by_key.get(key)
+
+    def remove(self, key: int) -> Work | None:
+        """Take a request out; None if it is not here."""
+        work = self._by_key.pop(key, None)
+        if work is not None:
+            index = bisect.bisect_left(self._ordered, work.order, key=lambda item: item.order)
+            del self._ordered[index]
+            self._tokens -= len(work.token_ids)
+        return work

@@ -1,0 +1,133 @@
+"""What the engine's loop and a scheduler say to each other. Pure data, and the protocol that both schedulers meet."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from wsbatch.batching.queue import WaitingQueue, Work
+from wsbatch.messages import TokenLogprobs
+from wsbatch.steps import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Run this plan now. `started` are the keys that leave the queue with it."""
+
+    plan: StepPlan
+    started: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WaitUntil:
+    """Nothing to run before this time unless something arrives; seconds on the engine's clock."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Nothing to do until something arrives."""
+
+
+Decision: TypeAlias = Step | WaitUntil | Idle
+
+
+@dataclass(frozen=True, slots=True)
+class RowToken:
+    """One new token of one live request."""
+
+    key: int
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What one step computed, in token slots.
+
+    Attributes:
+        phase: decode, or prefill where any prompt token was computed.
+        rows: rows in the step.
+        issued_tokens: token slots computed, padding, finished rows and recomputation included.
+        useful_tokens: of those, the ones somebody asked for.
+        seconds: time in the model.
+    """
+
+    phase: str
+    rows: int
+    issued_tokens: int
+    useful_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a completed step gave: tokens of rows that are still live, and its cost."""
+
+    tokens: tuple[RowToken, ...]
+    cost: StepCost
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A request's slot is free: `hol_delay_s` after the request's own end (0 unless its batch ran on)."""
+
+    key: int
+    hol_delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RowReport:
+    """What a running request's company cost so far; see `messages.BatchReport`."""
+
+    max_size: int
+    mean_size: float
+    issued_tokens: int
+    useful_tokens: int
+    cached_tokens: int
+
+
+class Scheduler(Protocol):
+    """Decides WHEN and WHO. All calls come from one task; a step may be in flight between `decide` and `complete`.
+
+    The loop is: `decide` → run the plan → `complete` (or `abort`) → the engine looks at the tokens and calls `end` for
+    each request that is over → `releases`. `end` may also be called while a step is in flight (cancel, timeout).
+    """
+
+    @property
+    def queue(self) -> WaitingQueue:
+        """The waiting requests; the engine puts new ones in here."""
+        ...
+
+    @property
+    def running(self) -> int:
+        """Live requests past the queue."""
+        ...
+
+    def decide(self, now_s: float) -> Decision:
+        """What to do now. After a `Step`, `complete` or `abort` must come before the next `decide`."""
+        ...
+
+    def complete(self, result: StepResult, now_s: float) -> StepOutcome:
+        """Take the in-flight step's result. Rows ended meanwhile give no tokens."""
+        ...
+
+    def abort(self, now_s: float) -> tuple[int, ...]:
+        """The in-flight step raised: drop every request that was in it; their keys are returned."""
+        ...
+
+    def end(self, key: int, now_s: float) -> None:
+        """This request is over (stopped, full length, cancelled, timed out), waiting or running; unknown keys pass."""
+        ...
+
+    def releases(self) -> Sequence[Release]:
+        """Requests whose slots became free since the last call, each exactly once if it ever ran."""
+        ...
+
+    def report(self, key: int) -> RowReport | None:
+        """The company of a request that runs or has just ended and is not yet released; None for others."""
+        ...
+
+    def work(self, key: int) -> Work | None:
+        """The request, waiting or running."""
+        ...
