@@ -82,6 +82,7 @@ class EngineConfig(Settings):
         "or the last arrival (bounded by max_wait_ms from the oldest)",
         choices=("oldest", "idle", "last"),
     )
+    debounce_ms: float = setting(2.0, "dynamic, anchor `last`: the lull that ends the wait", least=0, most=60_000)
     length_buckets: tuple[int, ...] = setting(
         (), "dynamic: prompt lengths that part the batches: rows of one batch share a bucket", least=1
     )

@@ -1,4 +1,4 @@
-"""The engine: what sessions and servers need of it, and the loop that drains, decides, steps and delivers."""
+"""The engine: what sessions and servers need of one. `open_engine` makes one; `BatchEngine` is its loop."""
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -32,7 +32,7 @@ class Engine(Protocol):
         ...
 
     def refusal(self) -> RequestError | None:
-        """Why any request made now would be refused (full, draining, dead), with `retry_after_ms`; None if it may be let in."""
+        """Why any request made now would be refused (full, draining, dead); None if one may be let in."""
         ...
 
     async def submit(self, request: GenerateRequest, *, on_event: Callable[[Stream], None] | None = None) -> Stream:
@@ -45,6 +45,10 @@ class Engine(Protocol):
 
     def generate(self, request: GenerateRequest) -> AbstractAsyncContextManager[Stream]:
         """`submit` as a context manager: leaving the block cancels the request if it is still live."""
+        ...
+
+    async def wait_dead(self) -> RequestError:
+        """Wait until the engine has died; returns why. By then every live request has its terminal event."""
         ...
 
     async def drain(self, grace_s: float) -> None:

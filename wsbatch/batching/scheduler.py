@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from wsbatch.batching.accounting import Ledger, RowReport, StepCost
 from wsbatch.batching.queue import WaitingQueue, Work
 from wsbatch.messages import TokenLogprobs
 from wsbatch.steps import StepPlan, StepResult
@@ -42,25 +43,6 @@ class RowToken:
 
 
 @dataclass(frozen=True, slots=True)
-class StepCost:
-    """What one step computed, in token slots.
-
-    Attributes:
-        phase: decode, or prefill where any prompt token was computed.
-        rows: rows in the step.
-        issued_tokens: token slots computed, padding, finished rows and recomputation included.
-        useful_tokens: of those, the ones somebody asked for.
-        seconds: time in the model.
-    """
-
-    phase: str
-    rows: int
-    issued_tokens: int
-    useful_tokens: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class StepOutcome:
     """What a completed step gave: tokens of rows that are still live, and its cost."""
 
@@ -76,17 +58,6 @@ class Release:
     hol_delay_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class RowReport:
-    """What a running request's company cost so far; see `messages.BatchReport`."""
-
-    max_size: int
-    mean_size: float
-    issued_tokens: int
-    useful_tokens: int
-    cached_tokens: int
-
-
 class Scheduler(Protocol):
     """Decides WHEN and WHO. All calls come from one task; a step may be in flight between `decide` and `complete`.
 
@@ -96,12 +67,21 @@ class Scheduler(Protocol):
 
     @property
     def queue(self) -> WaitingQueue:
-        """The waiting requests; the engine puts new ones in here."""
+        """The waiting requests."""
+        ...
+
+    @property
+    def ledger(self) -> Ledger:
+        """The sums of all steps so far."""
         ...
 
     @property
     def running(self) -> int:
         """Live requests past the queue."""
+        ...
+
+    def add(self, work: Work) -> None:
+        """Put a new request in the queue."""
         ...
 
     def decide(self, now_s: float) -> Decision:
