@@ -1,0 +1,260 @@
+"""Frames: the maps on the wire ↔ the messages of `wsbatch.messages`. Which fields there are, and who reads them.
+
+A frame is a map with a `type`. Defaults live in the messages alone: a reader runs only for a field that is there and
+not null. docs/protocol.md describes the same tables in words.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, cast
+
+from wsbatch.errors import BadRequest
+from wsbatch.messages import (
+    Accepted,
+    BatchReport,
+    Cancel,
+    ClientMessage,
+    DrainingNotice,
+    Failed,
+    Finished,
+    GenerateRequest,
+    Hello,
+    Limits,
+    Ping,
+    Pong,
+    SamplingParams,
+    ServerMessage,
+    Timing,
+    TokenLogprobs,
+    Tokens,
+    Usage,
+)
+from wsbatch.wire_fields import (
+    MAX_SAFE_INTEGER,
+    MAX_TOKEN_ID,
+    Reader,
+    WireLimits,
+    array,
+    boolean,
+    chat_message,
+    identifier,
+    integer,
+    number,
+    shown,
+    string,
+    token_ids,
+    token_logprobs,
+    wrong_type,
+)
+from wsbatch.wire_unsupported import refuse_unsupported
+
+# What stands on the wire for a log probability of minus infinity: JSON has no infinities.
+LOGPROB_FLOOR = -9999.0
+
+_CLIENT_TYPES = "generate, cancel, ping"
+_PROMPTS = ("prompt", "token_ids", "messages")
+
+
+class ClientFrames:
+    """Maps from a client → messages, within `limits`."""
+
+    def __init__(self, limits: WireLimits) -> None:
+        self.read_id = identifier(limits.max_id_bytes)
+        self._nonce = {"nonce": self.read_id}
+        self._sampling: dict[str, Reader] = {
+            "max_tokens": integer(1, limits.max_tokens),
+            "temperature": number(0, 100),
+            "top_p": number(0, 1, above=True),
+            "top_k": integer(0, MAX_TOKEN_ID),
+            "seed": integer(0, MAX_SAFE_INTEGER),
+            "stop": array(string(low=1, high=limits.max_stop_chars), high=limits.max_stop),
+            "stop_token_ids": array(integer(0, MAX_TOKEN_ID), high=limits.max_stop_token_ids),
+            "ignore_eos": boolean,
+            "logprobs": integer(0, limits.max_logprobs),
+        }
+        self._generate: dict[str, Reader] = {
+            "id": self.read_id,
+            "prompt": string(low=1),
+            "token_ids": token_ids(low=1, high=limits.max_token_ids),
+            "messages": array(chat_message, low=1, high=limits.max_messages),
+            "priority": integer(0, 9),
+            "timeout_ms": integer(1, limits.max_timeout_ms),
+            "queue_timeout_ms": integer(1, limits.max_timeout_ms),
+            "stream": boolean,
+            "resume_token_ids": token_ids(high=limits.max_token_ids),
+        }
+        self._by_type: dict[str, Callable[[Mapping[str, object]], ClientMessage]] = {
+            "generate": self._read_generate,
+            "cancel": lambda frame: Cancel(**_read(frame, {"id": self.read_id}, required=("id",))),
+            "ping": lambda frame: Ping(**_read(frame, self._nonce, required=("nonce",))),
+        }
+
+    def read(self, frame: Mapping[str, object]) -> ClientMessage:
+        """The message in one frame. Raises BadRequest or TooLarge."""
+        kind = frame.get("type")
+        read = self._by_type.get(kind) if isinstance(kind, str) else None
+        if read is not None:
+            return read(frame)
+        if kind is None:
+            raise BadRequest(f"type: is required, one of {_CLIENT_TYPES}")
+        if kind in ("watch", "unwatch"):
+            raise BadRequest(f"type: {kind} is not supported by this server")
+        raise BadRequest(f"type: must be one of {_CLIENT_TYPES}, got {shown(kind)}")
+
+    def _read_generate(self, frame: Mapping[str, object]) -> GenerateRequest:
+        values = _read(frame, self._generate, required=("id",))
+        refuse_unsupported(frame)
+        prompts = [name for name in _PROMPTS if name in values]
+        if len(prompts) != 1:
+            raise BadRequest(f"prompt, token_ids, messages: give exactly one, got {' and '.join(prompts) or 'none'}")
+        return GenerateRequest(**values, sampling=SamplingParams(**_read(frame, self._sampling)))
+
+
+def client_frame(message: ClientMessage) -> dict[str, object]:
+    """The map of a client's message; fields that have their default value are left out."""
+    match message:
+        case GenerateRequest():
+            frame: dict[str, object] = {"type": "generate", "id": message.id}
+            for part in (message, message.sampling):
+                for spec in fields(part):
+                    value = getattr(part, spec.name)
+                    if spec.name not in ("id", "sampling") and value != spec.default:
+                        frame[spec.name] = value
+            if message.messages is not None:
+                frame["messages"] = [{"role": turn.role, "content": turn.content} for turn in message.messages]
+            return frame
+        case Cancel():
+            return {"type": "cancel", "id": message.id}
+        case Ping():
+            return {"type": "ping", "nonce": message.nonce}
+
+
+_MESSAGE_TYPES: dict[str, type[ServerMessage]] = {
+    "hello": Hello,
+    "accepted": Accepted,
+    "tokens": Tokens,
+    "finished": Finished,
+    "error": Failed,
+    "draining": DrainingNotice,
+    "pong": Pong,
+}
+_TYPE_NAMES = {cls: name for name, cls in _MESSAGE_TYPES.items()}
+
+
+def server_frame(message: ServerMessage) -> dict[str, object]:
+    """The map of a server's message; what is None is left out. Log probabilities come out finite."""
+    if type(message) is Tokens:  # the frame sent once a step and request: no loop over its fields
+        frame: dict[str, object] = {
+            "type": "tokens",
+            "id": message.id,
+            "index": message.index,
+            "token_ids": message.token_ids,
+            "text": message.text,
+        }
+    else:
+        frame = {"type": _TYPE_NAMES[type(message)], **_plain(message)}
+    if (logprobs := getattr(message, "logprobs", None)) is not None:
+        frame["logprobs"] = [_finite_logprobs(entry) for entry in logprobs]
+    return frame
+
+
+def _plain(message: object) -> dict[str, object]:
+    plain = {}
+    for spec in fields(cast(Any, message)):
+        value = getattr(message, spec.name)
+        if value is not None:
+            plain[spec.name] = _plain(value) if is_dataclass(value) else value
+    return plain
+
+
+def _finite_logprobs(entry: TokenLogprobs) -> tuple[float, list[tuple[int, float]]]:
+    own, top = entry
+    return _finite(own), [(token_id, _finite(value)) for token_id, value in top]
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else LOGPROB_FLOOR
+
+
+_count = integer(0, MAX_SAFE_INTEGER)
+_size = number(0, float(MAX_SAFE_INTEGER))
+_text = string()
+_any_id = identifier(2**16)
+_ids = token_ids()
+_logprobs = array(token_logprobs)
+
+
+def _nested(cls: type[Any], readers: Mapping[str, Reader]) -> Reader:
+    required = _without_default(cls)
+
+    def read(name: str, value: object) -> object:
+        if type(value) is not dict:
+            raise wrong_type(name, value, "a map")
+        return cls(**_read(value, readers, required=required, prefix=f"{name}."))
+
+    return read
+
+
+def _without_default(cls: type[Any]) -> tuple[str, ...]:
+    return tuple(spec.name for spec in fields(cls) if spec.default is MISSING)
+
+
+def _all(reader: Reader, cls: type[Any], **others: Reader) -> dict[str, Reader]:
+    return {spec.name: others.get(spec.name, reader) for spec in fields(cls)}
+
+
+_limits = _nested(Limits, _all(_count, Limits))
+_usage = _nested(Usage, _all(_count, Usage))
+_timing = _nested(Timing, _all(_size, Timing))
+_batch = _nested(BatchReport, _all(_count, BatchReport, mean_size=_size, hol_delay_ms=_size))
+
+# Clients accept what the server says without bounds of their own: types alone.
+_SERVER_READERS: dict[str, dict[str, Reader]] = {
+    "hello": _all(_text, Hello, version=_count, limits=_limits),
+    "accepted": _all(_count, Accepted, id=_any_id),
+    "tokens": {"id": _any_id, "index": _count, "token_ids": _ids, "text": _text, "logprobs": _logprobs},
+    "finished": {
+        "id": _any_id,
+        "finish_reason": _text,
+        "text": _text,
+        "usage": _usage,
+        "timing": _timing,
+        "batch": _batch,
+        "token_ids": _ids,
+        "logprobs": _logprobs,
+    },
+    "error": {"id": _any_id, "code": _text, "status": _count, "message": _text, "retry_after_ms": _count},
+    "draining": {"deadline_ms": _count},
+    "pong": {"nonce": _any_id},
+}
+_SERVER_REQUIRED = {
+    name: tuple(field for field in _without_default(cls) if (name, field) != ("error", "id"))
+    for name, cls in _MESSAGE_TYPES.items()
+}
+
+
+def read_server_frame(frame: Mapping[str, object]) -> ServerMessage | None:
+    """The message in one frame from a server; None for a type this version does not know. Raises BadRequest."""
+    kind = frame.get("type")
+    if not isinstance(kind, str):
+        raise wrong_type("type", kind, "a string")
+    if kind not in _MESSAGE_TYPES:
+        return None
+    values = _read(frame, _SERVER_READERS[kind], required=_SERVER_REQUIRED[kind])
+    if kind == "error":
+        values.setdefault("id", None)
+    return _MESSAGE_TYPES[kind](**values)
+
+
+def _read(
+    frame: Mapping[str, object], readers: Mapping[str, Reader], *, required: tuple[str, ...] = (), prefix: str = ""
+) -> dict[str, Any]:
+    values = {}
+    for name, read in readers.items():
+        value = frame.get(name)
+        if value is not None:
+            values[name] = read(prefix + name, value)
+        elif name in required:
+            raise BadRequest(f"{prefix}{name}: is required")
+    return values
