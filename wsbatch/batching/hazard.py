@@ -1,8 +1,13 @@
-"""When does waiting for company pay? The arrival hazard, learnt from the gaps between arrivals.
+"""When does waiting for company pay? Learnt from the gaps between arrivals.
 
-Waiting a moment longer pays while h(g) * S > n: h(g) is the rate at which the next request arrives, given that the last
-one came g seconds ago; S is what a request loses by missing the batch, a batch's duration; n requests are held back.
-Under Poisson arrivals h is constant; under bursts it is high for small g and then falls: the wait ends with the burst.
+Holding n requests for a moment costs n times that moment; a request that arrives in it and joins gains S, a batch's
+duration, which it would have had to sit out. So a moment of waiting pays while h(g) * S > n, with h(g) the hazard: the
+rate of arrivals, given that the last one came g seconds ago. Summed over a horizon, waiting from g until g' gains
+
+    P(next gap < g' | it is > g) * S  -  n * E[time waited],
+
+and the best g' is taken (no wait where no horizon gains). Under Poisson arrivals h is constant, and it is all or
+nothing; under bursts the best horizon is the spread of a burst.
 """
 
 from math import floor, log2
@@ -10,7 +15,7 @@ from math import floor, log2
 _FIRST_EDGE_S = 0.0005
 _BINS = 20
 _DECAY = 0.98
-_EDGES_S = tuple(_FIRST_EDGE_S * 2.0**index for index in range(_BINS))
+_EDGES_S = (0.0, *(_FIRST_EDGE_S * 2.0**index for index in range(_BINS)))
 
 
 class ArrivalHazard:
@@ -18,7 +23,7 @@ class ArrivalHazard:
 
     def __init__(self) -> None:
         self.last_arrival_s = float("-inf")
-        self._weights = [0.0] * (_BINS + 1)
+        self._weights = [0.0] * (_BINS + 1)  # the last one holds the gaps past every edge
         self._batch_s = 0.0
 
     def arrived(self, now_s: float) -> None:
@@ -34,26 +39,27 @@ class ArrivalHazard:
         """A batch ran this long from dispatch to its last row."""
         self._batch_s = seconds if not self._batch_s else 0.8 * self._batch_s + 0.2 * seconds
 
-    def rate(self, gap_s: float) -> float:
-        """Arrivals per second to expect, `gap_s` after the last one; 0 where nothing is known."""
-        index = _bin(gap_s)
-        survivors = sum(self._weights[index:])
-        if index == _BINS or survivors < 1:
-            return 0.0
-        start_s = _EDGES_S[index - 1] if index else 0.0
-        # Gaps that end inside the bin count half of it, the longer ones all of it: the life-table estimate.
-        exposed_s = (survivors - self._weights[index] / 2) * (_EDGES_S[index] - start_s)
-        return self._weights[index] / exposed_s
-
     def pays_until_s(self, now_s: float, held: int) -> float:
-        """Up to when waiting pays with `held` requests held back: `now_s` or earlier says dispatch now."""
+        """Up to when waiting pays with `held` requests held back; `now_s` where it does not."""
         gap_s = max(0.0, now_s - self.last_arrival_s)
-        index = _bin(gap_s)
-        if self.rate(gap_s) * self._batch_s <= held:
+        first = _bin(gap_s)
+        alive = known = sum(self._weights[first:])
+        if known < 1:
             return now_s
-        while index < _BINS and self.rate(_middle_s(index)) * self._batch_s > held:
-            index += 1
-        return self.last_arrival_s + (_EDGES_S[index - 1] if index else 0.0)
+        best_gain_s, until_s = 0.0, now_s
+        arrived, waited_s = 0.0, 0.0
+        for index in range(first, _BINS):
+            start_s, end_s = _EDGES_S[index], _EDGES_S[index + 1]
+            left = (end_s - max(start_s, gap_s)) / (end_s - start_s)  # of the bin that `gap_s` is in
+            ends_here = self._weights[index] * left
+            # Gaps that end inside the bin are waited for half of it, longer ones for all: the life-table estimate.
+            waited_s += (alive - ends_here / 2) / known * (end_s - start_s) * left
+            arrived += ends_here / known
+            alive -= ends_here
+            gain_s = arrived * self._batch_s - held * waited_s
+            if gain_s > best_gain_s:
+                best_gain_s, until_s = gain_s, self.last_arrival_s + end_s
+        return until_s
 
 
 def _bin(gap_s: float) -> int:
@@ -61,8 +67,3 @@ def _bin(gap_s: float) -> int:
     if gap_s < _FIRST_EDGE_S:
         return 0
     return min(_BINS, 1 + floor(log2(gap_s / _FIRST_EDGE_S)))
-
-
-def _middle_s(index: int) -> float:
-    start_s = _EDGES_S[index - 1] if index else 0.0
-    return (start_s + _EDGES_S[index]) / 2

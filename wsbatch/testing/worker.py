@@ -1,0 +1,73 @@
+"""Steps in virtual time, and an engine over them: no thread, no torch, exact under trio's autojump clock."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import trio
+
+from wsbatch.batch_engine import BatchEngine
+from wsbatch.config import EngineConfig
+from wsbatch.errors import StepFailed
+from wsbatch.model.simulated import SimulatedModel, StepCosts
+from wsbatch.opening import make_scheduler
+from wsbatch.steps import PaddedStart, PagedStep, StepPlan, StepResult
+from wsbatch.text import ByteText
+from wsbatch.tokenising import Tokenising
+
+
+class VirtualWorker:
+    """Implements `Worker` by sleeping for a simulated model's step time.
+
+    Attributes:
+        plans: every plan it was given, with the time at which it began.
+        fail: set it to choose plans that raise; it is asked once for each.
+    """
+
+    def __init__(self, model: SimulatedModel) -> None:
+        self.model = model
+        self.plans: list[tuple[float, StepPlan]] = []
+        self.fail: Callable[[StepPlan], bool] = lambda plan: False
+
+    @property
+    def keys_seen(self) -> list[int]:
+        """Keys of all rows that ever reached the model, in order, each as often as it was started or stepped."""
+        starts = [plan for _, plan in self.plans if isinstance(plan, PaddedStart | PagedStep)]
+        return [row.key for plan in starts for row in plan.rows]
+
+    async def step(self, plan: StepPlan) -> StepResult:
+        """Sleep for the step's time, then compute it."""
+        self.plans.append((trio.current_time(), plan))
+        await trio.sleep(self.model.step_s(plan))
+        if self.fail(plan):
+            raise StepFailed("told to fail")
+        return self.model.compute(plan)
+
+
+async def tokenise_here(function: Callable[[], list[int]], /, *, abandon_on_cancel: bool) -> list[int]:
+    """Stands in for a thread: autojump would count a real one as idle time and jump over it."""
+    await trio.lowlevel.checkpoint()
+    return function()
+
+
+@asynccontextmanager
+async def open_virtual_engine(
+    config: EngineConfig, costs: StepCosts | None = None
+) -> AsyncIterator[tuple[BatchEngine, VirtualWorker]]:
+    """A running engine over a simulated model, and its worker to look into."""
+    model = SimulatedModel(costs or StepCosts(), max_model_len=config.max_model_len or 8192)
+    worker = VirtualWorker(model)
+    codec = ByteText()
+    thread: Callable[..., Awaitable[list[int]]] = tokenise_here
+    engine = BatchEngine(
+        config,
+        info=model.info,
+        scheduler=make_scheduler(config, now_s=trio.current_time()),
+        worker=worker,
+        codec=codec,
+        tokenise=Tokenising(codec, model.info.max_model_len, thread=thread),
+        max_request_tokens=model.info.max_model_len,
+    )
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(engine.run)
+        yield engine, worker
+        nursery.cancel_scope.cancel()
