@@ -138,7 +138,7 @@ class MsgpackCodec(Codec):
             scanner.feed(data)
             scanner.skip()
             return msgpack.unpackb(data, object_pairs_hook=containers.map, list_hook=containers.array, **options)
-        except (msgpack.StackError, RecursionError):
+        except msgpack.StackError:
             raise BadRequest("the message is nested too deeply") from None
         except msgpack.OutOfData:
             raise _not_spoken("the message is not msgpack: it is incomplete") from None

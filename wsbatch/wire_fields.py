@@ -61,9 +61,9 @@ def shown(value: object) -> str:
         return digits if len(digits) <= _ECHOED_CHARS else f"{digits[:_ECHOED_CHARS]}…"
     if isinstance(value, Mapping):
         return "a map"
-    if isinstance(value, (list, tuple)):
+    if type(value) is list:
         return f"an array of {len(value)}"
-    return "binary data" if isinstance(value, (bytes, bytearray)) else f"a {type(value).__name__}"
+    return "binary data" if isinstance(value, bytes) else "a msgpack extension"
 
 
 def wrong_type(name: str, value: object, wanted: str) -> BadRequest:
