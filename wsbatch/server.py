@@ -1,0 +1,193 @@
+"""The server: which tasks there are, in what order they start, and how they end."""
+
+import ssl
+from collections.abc import Sequence
+from functools import partial
+from ipaddress import ip_address
+
+import trio
+
+from wsbatch.config import ServerConfig
+from wsbatch.engine import Engine
+from wsbatch.errors import Draining, RequestError
+from wsbatch.http import Answer, Head, plain_answer
+from wsbatch.session import Connection, Session
+from wsbatch.transport import RawStream, Transport
+from wsbatch.wire import CODECS, SUBPROTOCOLS
+from wsbatch.wire_fields import WireLimits
+
+# What a server that is told to stop at once, or is cancelled, takes to tell its clients.
+_SHUTDOWN_S = 0.5
+
+
+async def serve(
+    engine: Engine, config: ServerConfig, *, task_status: trio.TaskStatus["Server"] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Serve `engine` until `Server.drain` or `Server.shutdown` is done: `server = await nursery.start(serve, …)`.
+
+    The port is bound before the server is handed out. Raises OSError where it cannot be, ValueError for a certificate
+    that cannot be loaded, and EngineDead when the engine has died (after every client was told). Cancelled, it tells
+    its clients (1001) and ends within half a second.
+    """
+    tls = None if config.certfile is None else _tls_context(config)
+    listeners = await trio.open_tcp_listeners(config.port, host=config.host)
+    addresses = [listener.socket.getsockname()[:2] for listener in listeners]
+    await Server(engine, config, addresses=addresses, tls=tls).run(listeners, task_status=task_status)
+
+
+class Server:
+    """One engine on one port.
+
+    Attributes:
+        addresses: (host, port) of every socket it listens on.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: ServerConfig,
+        *,
+        addresses: list[tuple[str, int]],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.addresses = addresses
+        self._engine = engine
+        self._config = config
+        self._tls = tls is not None
+        limits = WireLimits(max_message_bytes=config.max_message_bytes)
+        self._codecs = {name: codec(limits) for name, codec in CODECS.items()}
+        self._sessions: set[Session] = set()
+        self._transport = Transport(
+            config,
+            session=self._serve_session,
+            plain=self._plain,
+            refusal=self.refusal,
+            metrics=engine.metrics,
+            tls=tls,
+        )
+        self._scope = trio.CancelScope(shield=True)
+        self._drain_by: float | None = None
+        self._stopping = trio.Event()
+        self._idle = trio.Event()
+        self._done = trio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Server {self.url}: {self._transport!r}>"
+
+    @property
+    def port(self) -> int:
+        """The first port it listens on."""
+        return self.addresses[0][1]
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine finds it."""
+        host = self.addresses[0][0]
+        if ip_address(host).is_unspecified:
+            host = "127.0.0.1" if ip_address(host).version == 4 else "::1"
+        if ip_address(host).version == 6:
+            host = f"[{host}]"
+        return f"{'wss' if self._tls else 'ws'}://{host}:{self.port}"
+
+    def refusal(self) -> RequestError | None:
+        """Why a connection made now would be refused: draining, dead, or full. None where it would be let in."""
+        if self._stopping.is_set() and self._engine.state != "dead":
+            return Draining("the server is shutting down", retry_after_ms=1000)
+        return self._engine.refusal() or self._transport.full()
+
+    async def drain(self, grace_s: float | None = None) -> None:
+        """Admit nothing more, let live requests finish for `grace_s` (default: `drain_s`), end the rest, close.
+
+        Returns when `serve` is about to. Cancelling it does not stop the draining.
+        """
+        if self._drain_by is None:
+            self._drain_by = trio.current_time() + (self._config.drain_s if grace_s is None else grace_s)
+        self._stopping.set()
+        await self._done.wait()
+
+    def shutdown(self) -> None:
+        """End at once: clients are told (1001), and have half a second."""
+        for session in self._sessions:
+            session.end(1001, "the server is shutting down", within_s=_SHUTDOWN_S)
+        self._scope.deadline = min(self._scope.deadline, trio.current_time() + _SHUTDOWN_S)
+        self._stopping.set()
+
+    async def run(
+        self,
+        listeners: Sequence[trio.abc.Listener[RawStream]],
+        *,
+        task_status: trio.TaskStatus["Server"] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Serve these listeners to the end; see `serve`. Closes them."""
+        try:
+            async with trio.open_nursery() as outer:
+                # The connections are shielded, so that a cancelled server can still say goodbye; this task is not.
+                outer.start_soon(self._shutdown_when_cancelled)
+                with self._scope:
+                    async with trio.open_nursery() as nursery:
+                        await nursery.start(partial(trio.serve_listeners, self._transport.handle, list(listeners)))
+                        task_status.started(self)
+                        await self._until_stopped()
+                        nursery.cancel_scope.cancel()
+                outer.cancel_scope.cancel()
+        finally:
+            self._done.set()
+        if self._engine.state == "dead":
+            raise await self._engine.wait_dead()
+
+    async def _until_stopped(self) -> None:
+        """Wait for a reason to end, then see every session to its own end."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._stop_when_dead)
+            await self._stopping.wait()
+            nursery.cancel_scope.cancel()
+        if self._drain_by is not None:
+            grace_s = max(0.0, self._drain_by - trio.current_time())
+            for session in self._sessions:
+                session.drain(deadline_ms=round(grace_s * 1000))
+            # The engine keeps the grace itself; the second bound is for one that hangs.
+            with trio.move_on_after(grace_s + self._config.close_timeout_s):
+                await self._engine.drain(grace_s)
+        code, reason = (1011, "the engine died") if self._engine.state == "dead" else (1001, "drained")
+        for session in list(self._sessions):
+            session.end(code, reason, within_s=self._config.close_timeout_s)
+        while self._sessions:
+            self._idle = trio.Event()
+            await self._idle.wait()
+
+    async def _stop_when_dead(self) -> None:
+        await self._engine.wait_dead()
+        self._stopping.set()
+
+    async def _shutdown_when_cancelled(self) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            self.shutdown()
+
+    async def _serve_session(self, connection: Connection) -> None:
+        codec = self._codecs[connection.subprotocol or SUBPROTOCOLS[0]]
+        session = Session(connection, self._engine, self._config, codec=codec)
+        self._sessions.add(session)
+        if self._stopping.is_set():  # during its handshake
+            session.end(1001, "the server is shutting down", within_s=self._config.close_timeout_s)
+        try:
+            await session.run()
+        finally:
+            self._sessions.discard(session)
+            self._idle.set()
+
+    def _plain(self, head: Head) -> Answer:
+        return plain_answer(head, self._engine, unready=self.refusal())
+
+
+def _tls_context(config: ServerConfig) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(config.certfile or "", config.keyfile)
+    except OSError as error:  # ssl.SSLError is one
+        raise ValueError(
+            f"ServerConfig.certfile {config.certfile!r} with keyfile {config.keyfile!r} cannot be loaded: {error}"
+        ) from error
+    return context

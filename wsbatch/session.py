@@ -1,0 +1,250 @@
+"""One connection: a reader that never stops reading, and a single writer that merges what it could not yet send."""
+
+from collections import deque
+from contextlib import suppress
+from math import inf
+from typing import Protocol
+
+import trio
+
+from wsbatch import __version__
+from wsbatch.config import ServerConfig
+from wsbatch.engine import Engine
+from wsbatch.errors import DuplicateId, QuotaExceeded, RequestError
+from wsbatch.messages import (
+    Cancel,
+    DrainingNotice,
+    Failed,
+    Finished,
+    GenerateRequest,
+    Hello,
+    Limits,
+    Ping,
+    Pong,
+    RequestId,
+    ServerMessage,
+)
+from wsbatch.stream import Stream
+from wsbatch.wire import PROTOCOL_VERSION, Codec, DecodeError
+
+# Answers (errors, pongs) that a client may leave unread before it is taken for a flood.
+MAX_BACKLOG = 1024
+
+
+class Disconnected(Exception):
+    """The connection has ended, whoever ended it."""
+
+
+class Connection(Protocol):
+    """What a session needs of a transport. One task receives, one sends."""
+
+    @property
+    def subprotocol(self) -> str | None:
+        """The one agreed on; None where the client offered none."""
+        ...
+
+    async def receive(self) -> bytes | str:
+        """Wait for the next message. Raises Disconnected."""
+        ...
+
+    async def send(self, message: bytes | str) -> None:
+        """Write one message. Raises Disconnected. Cancelled, it leaves a connection that can only be aborted."""
+        ...
+
+    async def close(self, code: int, reason: str) -> None:
+        """Do the closing handshake, within the transport's own bound; abort where it takes longer. Never raises."""
+        ...
+
+    async def abort(self) -> None:
+        """Reset the connection now, whatever is unsent. Never raises."""
+        ...
+
+
+class _Live:
+    """One request of this connection, from its frame to its terminal event."""
+
+    __slots__ = ("cancelled", "stream")
+
+    def __init__(self) -> None:
+        self.stream: Stream | None = None  # None while the engine is still deciding
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if self.stream is not None:
+            self.stream.cancel()
+
+
+class Session:
+    """The requests of one connection.
+
+    The reader only ever decodes and decides; whatever takes time runs in a task of its own. The writer alone sends:
+    streams that have something wait in `_ready`, in turn, and what a stream gathers meanwhile goes out as one frame.
+    """
+
+    def __init__(self, connection: Connection, engine: Engine, config: ServerConfig, *, codec: Codec) -> None:
+        self._connection = connection
+        self._engine = engine
+        self._config = config
+        self._codec = codec
+        self._live: dict[RequestId, _Live] = {}
+        self._answers: deque[ServerMessage] = deque([self._hello()])  # frames of no stream; they go first
+        self._ready: dict[Stream, None] = {}  # insertion order is the order of turns
+        self._wake = trio.Event()
+        self._writing = trio.CancelScope()
+        self._closing: tuple[int, str] | None = None
+        self._end_by = inf
+        self._deaf = False  # nothing that arrives is acted on any more
+
+    def __repr__(self) -> str:
+        return f"<Session {len(self._live)} live, {len(self._ready)} ready, {len(self._answers)} answers unsent>"
+
+    async def run(self) -> None:
+        """Serve the connection until either side ends it. Leaves no live request and no open connection behind."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._write, nursery.cancel_scope)
+                await self._read(nursery)
+                # At once, not when the tasks have unwound: nobody reads these streams any more.
+                self._cancel_live()
+                nursery.cancel_scope.cancel()
+        finally:
+            self._cancel_live()
+
+    def drain(self, deadline_ms: int) -> None:
+        """Tell the client, and close (1001) once its live requests have ended."""
+        self._answer(DrainingNotice(deadline_ms))
+        if self._closing is None:
+            self._closing = (1001, "drained")
+            self._wake.set()
+
+    def end(self, code: int, reason: str, *, within_s: float) -> None:
+        """Cancel what is live, write what is left and close; after `within_s` abort."""
+        self._deaf = True
+        if self._closing is None or self._closing[0] == 1001:
+            self._closing = (code, reason)
+        self._end_by = min(self._end_by, trio.current_time() + within_s)
+        self._writing.deadline = min(self._writing.deadline, self._end_by)
+        self._cancel_live()
+        self._wake.set()
+
+    async def _read(self, nursery: trio.Nursery) -> None:
+        """Until the connection ends. Also when nothing is acted on any more: unread data would hide its end."""
+        while True:
+            try:
+                data = await self._connection.receive()
+            except Disconnected:
+                return
+            if self._deaf:
+                continue
+            try:
+                message = self._codec.decode_client(data)
+            except DecodeError as problem:
+                self._undecodable(problem)
+                continue
+            match message:
+                case GenerateRequest():
+                    self._generate(message, nursery)
+                case Cancel(id=id):
+                    if id in self._live:
+                        self._live[id].cancel()
+                case Ping(nonce=nonce):
+                    self._answer(Pong(nonce))
+
+    def _undecodable(self, problem: DecodeError) -> None:
+        error = problem.error
+        if problem.id is not None and problem.id in self._live:
+            # An error of its own code would read as the end of the live request.
+            error = DuplicateId(f"id {problem.id!r} is live; and {error.message}")
+        self._refuse(problem.id, error)
+        if problem.fatal:
+            self.end(error.close_code, error.message, within_s=self._config.close_timeout_s)
+
+    def _generate(self, request: GenerateRequest, nursery: trio.Nursery) -> None:
+        if request.id in self._live:
+            self._refuse(request.id, DuplicateId(f"id {request.id!r} is live on this connection"))
+        elif len(self._live) >= (most := self._config.max_live_requests):
+            self._refuse(request.id, QuotaExceeded(f"{most} requests are live on this connection, the most allowed"))
+        else:
+            live = self._live[request.id] = _Live()
+            # In a task: a long prompt is tokenised meanwhile, and its cancel or the disconnect must be seen.
+            nursery.start_soon(self._submit, request, live)
+
+    async def _submit(self, request: GenerateRequest, live: _Live) -> None:
+        try:
+            live.stream = await self._engine.submit(request, on_event=self._on_event)
+        except RequestError as error:
+            del self._live[request.id]
+            self._answer(_failed(request.id, error))
+        else:
+            if live.cancelled:
+                live.stream.cancel()
+
+    def _on_event(self, stream: Stream) -> None:
+        self._ready[stream] = None
+        self._wake.set()
+
+    def _refuse(self, id: RequestId | None, error: RequestError) -> None:
+        self._engine.metrics.refused.labels(error.code).inc()
+        self._answer(_failed(id, error))
+
+    def _answer(self, message: ServerMessage) -> None:
+        if len(self._answers) >= MAX_BACKLOG:
+            self.end(1008, "too many answers left unread", within_s=self._config.close_timeout_s)
+            return
+        self._answers.append(message)
+        self._wake.set()
+
+    def _cancel_live(self) -> None:
+        for live in list(self._live.values()):
+            live.cancel()
+
+    async def _write(self, session: trio.CancelScope) -> None:
+        """Send until the session closes, then close; abort where a frame cannot be sent in time."""
+        # One scope whose deadline moves: a scope a frame would cost a tenth of the frame.
+        with self._writing, suppress(Disconnected):
+            code, reason = await self._write_all()
+            await self._connection.close(code, reason)
+        if self._writing.cancelled_caught:
+            # Half a frame may be on the wire: nothing more can be said on this connection.
+            await self._connection.abort()
+        session.cancel()
+
+    async def _write_all(self) -> tuple[int, str]:
+        """Returns how to close, once all is written that was to be."""
+        while True:
+            while self._answers or self._ready:
+                if self._answers:
+                    await self._send(self._answers.popleft())
+                    continue
+                stream = next(iter(self._ready))
+                del self._ready[stream]
+                events = stream.take()
+                if events and isinstance(events[-1], Finished | Failed):
+                    # Before it is sent: the client may use the id again the moment it has read this.
+                    del self._live[stream.request.id]
+                for event in events:
+                    await self._send(event)
+            if self._closing is not None and not self._live:
+                return self._closing
+            self._writing.deadline = self._end_by
+            self._wake = trio.Event()
+            await self._wake.wait()
+
+    async def _send(self, message: ServerMessage) -> None:
+        self._writing.deadline = min(trio.current_time() + self._config.send_timeout_s, self._end_by)
+        await self._connection.send(self._codec.encode_server(message))
+
+    def _hello(self) -> Hello:
+        info = self._engine.info
+        limits = Limits(
+            max_model_len=info.max_model_len,
+            max_message_bytes=self._config.max_message_bytes,
+            max_live_requests=self._config.max_live_requests,
+            max_logprobs=self._codec.limits.max_logprobs,
+        )
+        return Hello(PROTOCOL_VERSION, info.name, f"wsbatch/{__version__}", limits, self._engine.state)
+
+
+def _failed(id: RequestId | None, error: RequestError) -> Failed:
+    return Failed(id, error.code, error.status, error.message, error.retry_after_ms)

@@ -1,0 +1,135 @@
+"""An engine that does what a test tells it, in place of a model and its batcher."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import trio
+
+from wsbatch.engine import EngineState
+from wsbatch.errors import Draining, EngineDead, RequestError
+from wsbatch.messages import Accepted, BatchReport, Finished, FinishReason, GenerateRequest, Timing, Usage
+from wsbatch.metrics import EngineMetrics
+from wsbatch.steps import ModelInfo
+from wsbatch.stream import Stream
+
+
+class ScriptedEngine:
+    """Implements `Engine`. Nothing happens by itself: a test pushes tokens and ends streams, or runs `play`.
+
+    Attributes:
+        live: accepted streams without a terminal event, oldest first.
+        submitting: requests whose `submit` has not returned.
+        submit_s: how long `submit` takes, as tokenising would.
+        refuse: what `submit` raises and `refusal` returns; None lets everything in.
+    """
+
+    def __init__(self, *, submit_s: float = 0.0) -> None:
+        self.info = ModelInfo("scripted", "1", "float32", "cpu", 4096, 256, frozenset())
+        self.metrics = EngineMetrics()
+        self.state: EngineState = "ready"
+        self.live: list[Stream] = []
+        self.submitting = 0
+        self.submit_s = submit_s
+        self.refuse: RequestError | None = None
+        self._produced: dict[Stream, int] = {}
+        self._changed = trio.Event()
+        self._death: EngineDead | None = None
+        self._died = trio.Event()
+
+    def refusal(self) -> RequestError | None:
+        """What a submit would raise now."""
+        if self._death is not None:
+            return self._death
+        if self.state == "draining":
+            return Draining("the server is shutting down", retry_after_ms=1000)
+        return self.refuse
+
+    async def submit(self, request: GenerateRequest, *, on_event: Callable[[Stream], None] | None = None) -> Stream:
+        """Accept after `submit_s`, unless refused."""
+        self.submitting += 1
+        try:
+            await trio.sleep(self.submit_s)
+        finally:
+            self.submitting -= 1
+        if (refusal := self.refusal()) is not None:
+            self.metrics.refused.labels(refusal.code).inc()
+            raise refusal
+        stream = Stream(request, on_cancel=lambda stream: self.finish(stream, "cancelled"), on_event=on_event)
+        self.live.append(stream)
+        self._produced[stream] = 0
+        stream.accept(Accepted(request.id, len((request.prompt or "").encode()), len(self.live) - 1, 7))
+        self._notify()
+        return stream
+
+    @asynccontextmanager
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Stream]:
+        """Submit; cancel at the end of the block."""
+        stream = await self.submit(request)
+        try:
+            yield stream
+        finally:
+            stream.cancel()
+
+    async def wait_live(self, count: int) -> None:
+        """Wait until exactly `count` streams are live."""
+        while len(self.live) != count:
+            await self._changed.wait()
+
+    async def wait_dead(self) -> RequestError:
+        """Wait for `die`."""
+        await self._died.wait()
+        assert self._death is not None
+        return self._death
+
+    async def drain(self, grace_s: float) -> None:
+        """As a real engine: wait for the live streams, end the rest with `shutdown`."""
+        self.state = "draining"
+        with trio.move_on_after(grace_s):
+            while self.live:
+                await self._changed.wait()
+        for stream in list(self.live):
+            self.finish(stream, "shutdown")
+
+    def push(self, stream: Stream, text: str = "a") -> None:
+        """One token for this stream."""
+        self._produced[stream] += 1
+        stream.push([ord(text[0]) % self.info.vocab_size], text, [])
+
+    def finish(self, stream: Stream, reason: FinishReason = "stop") -> None:
+        """End this stream."""
+        if stream in self._produced:
+            usage = Usage(stream.accepted.prompt_tokens if stream.accepted else 0, self._produced[stream])
+            self._drop(stream)
+            report = BatchReport(1, 1.0, usage.completion_tokens, usage.completion_tokens, 0.0)
+            stream.finish(Finished(stream.request.id, reason, "", usage, Timing(0.0, 0.0, 0.0, 0.0), report))
+
+    def fail(self, stream: Stream, error: RequestError) -> None:
+        """End this stream with an error."""
+        self._drop(stream)
+        stream.fail(error)
+
+    def die(self, message: str = "the model thread died") -> None:
+        """As a real engine: every live stream ends with engine_dead."""
+        self.state = "dead"
+        self._death = EngineDead(message)
+        self._died.set()
+        for stream in list(self.live):
+            self.fail(stream, self._death)
+
+    async def play(self, *, interval_s: float) -> None:
+        """Forever: a token for every live stream each `interval_s`, until its max_tokens."""
+        while True:
+            await trio.sleep(interval_s)
+            for stream in list(self.live):
+                self.push(stream, chr(97 + self._produced[stream] % 26))
+                if self._produced[stream] >= stream.request.sampling.max_tokens:
+                    self.finish(stream, "length")
+
+    def _drop(self, stream: Stream) -> None:
+        self.live.remove(stream)
+        del self._produced[stream]
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
