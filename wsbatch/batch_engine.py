@@ -146,7 +146,7 @@ class BatchEngine:
                         await self._turn()
                 except EngineDead as error:
                     self._die(error)
-                except Exception as error:  # noqa: BLE001: whatever it was, the engine is dead of it
+                except Exception as error:
                     _logger.exception("the engine's loop failed")
                     self._die(EngineDead(f"the engine's loop failed: {error!r}"))
                 nursery.cancel_scope.cancel()

@@ -49,14 +49,14 @@ async def open_engine(
                 scheduler=make_scheduler(config, now_s=trio.current_time()),
                 worker=worker,
                 codec=codec,
-                tokenise=Tokenising(codec, info.max_model_len, thread=trio.to_thread.run_sync),
+                tokenise=Tokenising(codec, info.max_model_len),
                 max_request_tokens=info.max_model_len,
             )
             nursery.start_soon(engine.run)
             yield engine
             if engine.state == "dead":
                 failure = await engine.wait_dead()
-        except Exception as error:  # noqa: BLE001: raised again below, outside the nursery, as it is
+        except Exception as error:  # noqa: BLE001 - raised again below, outside the nursery, as it is
             failure = error
         finally:
             nursery.cancel_scope.cancel()

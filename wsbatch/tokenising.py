@@ -1,7 +1,8 @@
 """From a request to prompt ids without holding up the event loop."""
 
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+
+import trio
 
 from wsbatch.errors import TooLarge
 from wsbatch.messages import GenerateRequest
@@ -11,12 +12,19 @@ _INLINE_BYTES = 2048
 """Up to here tokenising on the event loop costs less than a hop to a thread and back."""
 
 
-class RunInThread(Protocol):
-    """`trio.to_thread.run_sync`, or a stand-in that calls the function where it is."""
+_limiter = trio.lowlevel.RunVar[trio.CapacityLimiter]("wsbatch tokenising")
 
-    def __call__(self, function: Callable[[], list[int]], /, *, abandon_on_cancel: bool) -> Awaitable[list[int]]:
-        """Run the function and return what it returns."""
-        ...
+Run = Callable[[Callable[[], list[int]]], Awaitable[list[int]]]
+
+
+async def in_thread(function: Callable[[], list[int]]) -> list[int]:
+    """Run the function on a thread, two at a time at most. Cancelling abandons it: it has no side effects."""
+    try:
+        limiter = _limiter.get()
+    except LookupError:
+        limiter = trio.CapacityLimiter(2)
+        _limiter.set(limiter)
+    return await trio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=limiter)
 
 
 class Tokenising:
@@ -25,12 +33,12 @@ class Tokenising:
     Args:
         codec: the model's tokenizer.
         max_model_len: in tokens; a text that cannot be so short is refused by its size, before tokenising.
-        thread: runs long texts elsewhere; virtual time, which real threads would break, passes a stand-in.
+        run: runs a long text's encoding elsewhere; virtual time, which real threads would break, passes a stand-in.
     """
 
-    def __init__(self, codec: TextCodec, max_model_len: int, *, thread: RunInThread) -> None:
+    def __init__(self, codec: TextCodec, max_model_len: int, *, run: Run = in_thread) -> None:
         self._codec = codec
-        self._thread = thread
+        self._run = run
         self._max_bytes = max_model_len * codec.max_token_bytes
 
     async def __call__(self, request: GenerateRequest) -> list[int]:
@@ -49,4 +57,4 @@ class Tokenising:
 
         if size <= _INLINE_BYTES:
             return encode()
-        return await self._thread(encode, abandon_on_cancel=True)
+        return await self._run(encode)

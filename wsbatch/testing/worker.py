@@ -1,6 +1,6 @@
 """Steps in virtual time, and an engine over them: no thread, no torch, exact under trio's autojump clock."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import trio
@@ -43,7 +43,7 @@ class VirtualWorker:
         return self.model.compute(plan)
 
 
-async def tokenise_here(function: Callable[[], list[int]], /, *, abandon_on_cancel: bool) -> list[int]:
+async def tokenise_here(function: Callable[[], list[int]]) -> list[int]:
     """Stands in for a thread: autojump would count a real one as idle time and jump over it."""
     await trio.lowlevel.checkpoint()
     return function()
@@ -57,14 +57,13 @@ async def open_virtual_engine(
     model = SimulatedModel(costs or StepCosts(), max_model_len=config.max_model_len or 8192)
     worker = VirtualWorker(model)
     codec = ByteText()
-    thread: Callable[..., Awaitable[list[int]]] = tokenise_here
     engine = BatchEngine(
         config,
         info=model.info,
         scheduler=make_scheduler(config, now_s=trio.current_time()),
         worker=worker,
         codec=codec,
-        tokenise=Tokenising(codec, model.info.max_model_len, thread=thread),
+        tokenise=Tokenising(codec, model.info.max_model_len, run=tokenise_here),
         max_request_tokens=model.info.max_model_len,
     )
     async with trio.open_nursery() as nursery:

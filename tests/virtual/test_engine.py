@@ -1,0 +1,342 @@
+"""The engine's loop in virtual time: a step takes 10 ms plus 1 ms a decode row plus 0.5 ms a prompt token."""
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from wsbatch.config import EngineConfig
+from wsbatch.errors import (
+    BadRequest,
+    Draining,
+    EngineDead,
+    ModelError,
+    NeverFits,
+    QueueFull,
+    QueueTimeout,
+    RequestError,
+    SlowConsumer,
+    TooLarge,
+)
+from wsbatch.messages import Accepted, Failed, Finished, GenerateRequest, SamplingParams, Tokens
+from wsbatch.steps import PaddedStart
+from wsbatch.stream import Stream
+from wsbatch.testing.worker import open_virtual_engine
+
+
+def request(tokens: int = 4, prompt: str = "abcd", **fields: object) -> GenerateRequest:
+    sampling = fields.pop("sampling", None) or SamplingParams(max_tokens=tokens)
+    return GenerateRequest(prompt=prompt, sampling=sampling, **fields)  # type: ignore[arg-type]
+
+
+def config(**fields: object) -> EngineConfig:
+    return EngineConfig(**({"model": "simulated", "max_batch_size": 4, "max_wait_ms": 50.0} | fields))  # type: ignore[arg-type]
+
+
+async def ending(stream: Stream) -> Finished | Failed:
+    """Read the stream to its terminal event, checking that tokens are contiguous on the way."""
+    index = len(stream.request.resume_token_ids)
+    last: object = None
+    async for event in stream:
+        if isinstance(event, Tokens):
+            assert event.index == index
+            index += len(event.token_ids)
+        last = event
+    assert isinstance(last, Finished | Failed)
+    return last
+
+
+def starts(plans: list[tuple[float, object]]) -> list[tuple[float, int]]:
+    """When each batch began, and how many rows it had."""
+    return [(round(at_s, 4), len(plan.rows)) for at_s, plan in plans if isinstance(plan, PaddedStart)]
+
+
+async def test_a_full_batch_goes_at_once(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config()) as (engine, worker):
+        streams = [await engine.submit(request()) for _ in range(4)]
+        for stream in streams:
+            assert isinstance(await ending(stream), Finished)
+    assert starts(worker.plans) == [(0.0, 4)]
+
+
+async def test_the_oldest_is_held_for_max_wait_and_no_longer(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config()) as (engine, worker):
+        await engine.submit(request())
+        await trio.sleep(0.030)
+        stream = await engine.submit(request())
+        await ending(stream)
+    assert starts(worker.plans) == [(0.050, 2)]
+
+
+async def test_an_idle_server_without_wait_dispatches_immediately(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_wait_ms=0.0)) as (engine, worker):
+        await trio.sleep(1.0)
+        await ending(await engine.submit(request()))
+    assert starts(worker.plans) == [(1.0, 1)]
+
+
+async def test_time_behind_a_running_batch_counts_as_waited(autojump_clock: MockClock) -> None:
+    """The busy server's trap: at the batch's end everything that came meanwhile goes as one batch, at once."""
+    async with open_virtual_engine(config()) as (engine, worker):
+        first = [await engine.submit(request(tokens=40)) for _ in range(4)]
+        await trio.sleep(0.1)
+        late = [await engine.submit(request()) for _ in range(3)]
+        await ending(first[0])
+        ended_s = trio.current_time()
+        for stream in late:
+            await ending(stream)
+    assert starts(worker.plans) == [(0.0, 4), (round(ended_s, 4), 3)]
+
+
+async def test_a_cancelled_waiter_never_reaches_the_model(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config()) as (engine, worker):
+        kept = await engine.submit(request())
+        async with engine.generate(request()) as stream:
+            pass
+        gone = await ending(stream)
+        assert isinstance(gone, Finished)
+        assert gone.finish_reason == "cancelled"
+        await ending(kept)
+    assert starts(worker.plans) == [(0.050, 1)]
+
+
+async def test_a_cancelled_row_stops_emitting_at_once(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_wait_ms=0.0)) as (engine, _):
+        stream = await engine.submit(request(tokens=100))
+        await trio.sleep(0.2)
+        stream.cancel()
+        before_s = trio.current_time()
+        end = await ending(stream)
+        assert trio.current_time() == before_s
+        assert isinstance(end, Finished)
+        assert end.finish_reason == "cancelled"
+        assert 0 < end.usage.completion_tokens < 100
+        await trio.sleep(10)
+        assert stream.take() == []
+
+
+async def test_events_and_timing_of_one_request(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_wait_ms=20.0)) as (engine, _):
+        stream = await engine.submit(request(tokens=3))
+        events = [event async for event in stream]
+    accepted, end = events[0], events[-1]
+    assert isinstance(accepted, Accepted)
+    assert (accepted.prompt_tokens, accepted.requests_ahead) == (4, 0)
+    assert isinstance(end, Finished)
+    assert end.finish_reason == "length"
+    assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (4, 3)
+    # 20 ms wait; prefill of 4 tokens 12 ms; two decode steps of 11 ms.
+    assert (end.timing.queue_ms, end.timing.prefill_ms, end.timing.ttft_ms, end.timing.total_ms) == (20, 12, 32, 54)
+    assert (end.batch.max_size, end.batch.issued_tokens, end.batch.useful_tokens) == (1, 6, 6)
+
+
+async def test_streaming_ends_at_its_own_end_a_whole_answer_with_its_batch(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config()) as (engine, _):
+        short = await engine.submit(request(tokens=2))
+        whole = await engine.submit(request(tokens=2, stream=False))
+        long = await engine.submit(request(tokens=10))
+        short_end = await ending(short)
+        short_s = trio.current_time()
+        long_end = await ending(long)
+        whole_end = await ending(whole)
+        assert isinstance(short_end, Finished)
+        assert isinstance(whole_end, Finished)
+        assert isinstance(long_end, Finished)
+        behind_ms = (trio.current_time() - short_s) * 1000
+        assert behind_ms == pytest.approx(8 * 13)  # eight more steps of three rows
+        assert whole_end.batch.hol_delay_ms == pytest.approx(behind_ms)
+        assert short_end.batch.hol_delay_ms == 0
+        assert whole_end.token_ids is not None
+        assert len(whole_end.token_ids) == 2
+        assert len(whole_end.text) == 2
+        assert engine.metrics.registry.get_sample_value("wsbatch_head_of_line_delay_seconds_sum") == pytest.approx(
+            2 * behind_ms / 1000
+        )
+
+
+async def test_the_queue_is_bounded_and_says_when_to_come_back(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_queue_requests=3, max_batch_size=8)) as (engine, _):
+        for _ in range(3):
+            await engine.submit(request())
+        with pytest.raises(QueueFull) as refused:
+            await engine.submit(request())
+        assert refused.value.retry_after_ms is not None
+        assert refused.value.retry_after_ms >= 50
+        assert isinstance(engine.refusal(), QueueFull)
+        await trio.sleep(1)
+        assert engine.refusal() is None
+
+
+async def test_the_queue_is_bounded_in_prompt_tokens(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_queue_tokens=10)) as (engine, _):
+        await engine.submit(request(prompt="x" * 8))
+        with pytest.raises(QueueFull, match="8 prompt tokens are waiting; 3 more would pass the bound of 10"):
+            await engine.submit(request(prompt="x" * 3))
+        await engine.submit(request(prompt="x" * 2))
+
+
+async def test_places_are_taken_before_tokenising(autojump_clock: MockClock) -> None:
+    """A burst of long prompts gets exactly the cap accepted, though none of them is tokenised when it is checked."""
+    async with open_virtual_engine(config(max_queue_requests=3, max_batch_size=8)) as (engine, _):
+        refused = 0
+
+        async def ask() -> None:
+            nonlocal refused
+            try:
+                await engine.submit(request(prompt="x" * 5000))
+            except QueueFull:
+                refused += 1
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(6):
+                nursery.start_soon(ask)
+        assert refused == 3
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "words"),
+    [
+        (request(prompt=""), BadRequest, "prompt is empty"),
+        (GenerateRequest(token_ids=(1, 999)), BadRequest, "token_ids holds 999"),
+        (request(tokens=100, prompt="x" * 30), NeverFits, "at most 128 fit"),
+        (request(prompt="x" * 500), TooLarge, "500 bytes"),
+        (request(tokens=2, resume_token_ids=(65, 66)), BadRequest, "resume_token_ids"),
+    ],
+)
+async def test_what_can_never_run_is_refused_at_once(
+    autojump_clock: MockClock, bad: GenerateRequest, error: type[RequestError], words: str
+) -> None:
+    async with open_virtual_engine(config(max_model_len=128)) as (engine, worker):
+        with pytest.raises(error, match=words):
+            await engine.submit(bad)
+        end = await ending(await engine.submit(request()))  # nothing else is lost, no place is leaked
+        assert isinstance(end, Finished)
+        assert len(worker.keys_seen) == 1
+        assert engine.refusal() is None
+
+
+async def test_queue_timeout_fires_on_time_while_a_step_runs(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_batch_size=1, max_wait_ms=0.0)) as (engine, worker):
+        await engine.submit(request(prompt="x" * 4000, tokens=1))  # one step of 2 s
+        await trio.sleep(0.1)
+        stream = await engine.submit(request(queue_timeout_ms=500))
+        end = await ending(stream)
+        assert trio.current_time() == pytest.approx(0.6)
+        assert isinstance(end, Failed)
+        assert end.code == QueueTimeout.code
+        await trio.sleep(5)
+    assert len(worker.keys_seen) == 1
+
+
+async def test_a_client_can_only_shorten_the_queue_timeout(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_batch_size=1, max_wait_ms=0.0, queue_timeout_ms=300)) as (engine, _):
+        await engine.submit(request(prompt="x" * 4000, tokens=1))
+        await trio.testing.wait_all_tasks_blocked()
+        await ending(await engine.submit(request(queue_timeout_ms=5000)))
+        assert trio.current_time() == pytest.approx(0.3)
+
+
+async def test_timeout_in_the_run_finishes_with_what_there_is(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_wait_ms=0.0)) as (engine, _):
+        end = await ending(await engine.submit(request(tokens=1000, timeout_ms=500)))
+        assert trio.current_time() == pytest.approx(0.5)
+        assert isinstance(end, Finished)
+        assert end.finish_reason == "timeout"
+        assert end.usage.completion_tokens > 10
+
+
+async def test_a_failing_step_ends_its_batch_and_the_engine_serves_on(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_wait_ms=0.0)) as (engine, worker):
+        worker.fail = lambda plan: isinstance(plan, PaddedStart) and plan.rows[0].key == 1
+        end = await ending(await engine.submit(request()))
+        assert isinstance(end, Failed)
+        assert end.code == ModelError.code
+        assert isinstance(await ending(await engine.submit(request())), Finished)
+
+
+async def test_a_stalled_step_kills_the_engine_honestly(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_wait_ms=0.0, step_stall_s=1.0)) as (engine, _):
+        running = await engine.submit(request(prompt="x" * 4000))
+        await trio.sleep(0.1)
+        waiting = await engine.submit(request())
+        for stream in (running, waiting):
+            end = await ending(stream)
+            assert isinstance(end, Failed)
+            assert end.code == EngineDead.code
+        assert trio.current_time() == pytest.approx(1.0)
+        assert engine.state == "dead"
+        with pytest.raises(EngineDead, match=r"no progress for 1\.0 s"):
+            await engine.submit(request())
+        assert isinstance(await engine.wait_dead(), EngineDead)
+
+
+async def test_drain_lets_live_requests_finish_and_refuses_new_ones(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_wait_ms=0.0)) as (engine, _), trio.open_nursery() as nursery:
+        stream = await engine.submit(request(tokens=50))
+        nursery.start_soon(engine.drain, 30.0)
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(Draining):
+            await engine.submit(request())
+        end = await ending(stream)
+        assert isinstance(end, Finished)
+        assert end.finish_reason == "length"
+
+
+async def test_drain_ends_the_rest_at_its_deadline(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_batch_size=1, max_wait_ms=0.0)) as (engine, _):
+        running = await engine.submit(request(tokens=1000))
+        await trio.testing.wait_all_tasks_blocked()
+        waiting = await engine.submit(request())
+        await engine.drain(2.0)
+        assert trio.current_time() == pytest.approx(2.0)
+        for stream in (running, waiting):
+            end = await ending(stream)
+            assert isinstance(end, Finished)
+            assert end.finish_reason == "shutdown"
+
+
+async def test_an_unread_stream_is_ended_and_its_neighbour_is_not_slowed(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_wait_ms=0.0, max_unsent_tokens=20, max_batch_size=2)) as (engine, _):
+        slow = await engine.submit(request(tokens=100))
+        brisk = await engine.submit(request(tokens=100))
+        end = await ending(brisk)
+        assert isinstance(end, Finished)
+        assert end.usage.completion_tokens == 100
+        slow_end = await ending(slow)
+        assert isinstance(slow_end, Failed)
+        assert slow_end.code == SlowConsumer.code
+
+
+async def test_a_resumed_request_continues_as_if_undisturbed(autojump_clock: MockClock) -> None:
+    sampling = SamplingParams(max_tokens=20, temperature=1.0, seed=7)
+    async with open_virtual_engine(config(max_wait_ms=0.0)) as (engine, _):
+        whole = await ending(await engine.submit(request(sampling=sampling, stream=False)))
+        assert isinstance(whole, Finished)
+        assert whole.token_ids is not None
+        resumed = request(sampling=sampling, stream=False, resume_token_ids=whole.token_ids[:8])
+        rest = await ending(await engine.submit(resumed))
+        assert isinstance(rest, Finished)
+        assert rest.token_ids == whole.token_ids
+        assert rest.text == whole.text[8:]
+
+
+async def test_stop_strings_end_the_request_and_do_not_leak(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_wait_ms=0.0)) as (engine, _):
+        whole = await ending(await engine.submit(request(tokens=30, stream=False)))
+        assert isinstance(whole, Finished)
+        stop = whole.text[10:13]
+        stream = await engine.submit(request(sampling=SamplingParams(max_tokens=30, stop=(stop,))))
+        text = ""
+        async for event in stream:
+            if isinstance(event, Tokens | Finished):
+                text += event.text
+        assert text == whole.text[: whole.text.index(stop)]
+        assert isinstance(event, Finished)
+        assert event.finish_reason == "stop"
+
+
+async def test_two_engines_do_not_share_metrics(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_wait_ms=0.0)) as (one, _), open_virtual_engine(config()) as (two, _):
+        await ending(await one.submit(request()))
+        name = "wsbatch_generation_tokens_total"
+        assert one.metrics.registry.get_sample_value(name) == 4
+        assert two.metrics.registry.get_sample_value(name) == 0
