@@ -1,0 +1,225 @@
+"""Text to token ids and back. `tokenizers` and `jinja2` are imported only once a `HuggingFaceText` is made."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from wsbatch.detokenize import ByteDetokenizer, Detokenizer, StopText
+from wsbatch.errors import BadRequest
+from wsbatch.messages import ChatMessage
+from wsbatch.tokenizer_files import TokenizerFiles
+
+__all__ = ["ROLES", "ByteText", "Detokenizer", "HuggingFaceText", "StopText", "TextCodec"]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class TextCodec(Protocol):
+    """What the engine needs to know about a model's text. Safe to use from several threads at once.
+
+    Attributes:
+        max_token_bytes: the UTF-8 length of the longest token.
+        eos_token_ids: ids that end an output.
+    """
+
+    max_token_bytes: int
+    eos_token_ids: frozenset[int]
+
+    def encode(self, text: str) -> list[int]:
+        """A prompt as ids, with what the tokenizer puts around every text (BOS). Takes long for a long text.
+
+        The text is a user's: the literal of a special token in it is spelled out, never that token.
+
+        Raises:
+            BadRequest: it is not valid Unicode.
+        """
+        ...
+
+    def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """A conversation as ids, by the model's chat template, ready for the assistant's next turn.
+
+        Special tokens come from the template alone; nothing that a message holds becomes one.
+
+        Raises:
+            BadRequest: no messages, an unknown role, no chat template, or the template does not accept them.
+        """
+        ...
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Ids as text; special tokens and ids outside the vocabulary are skipped, invalid bytes become U+FFFD."""
+        ...
+
+    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
+        """For one output. `prompt_ids` is what it continues; its text is that of the output alone all the same."""
+        ...
+
+    def fits(self, text_bytes: int, max_model_len: int) -> bool:
+        """Whether a text of this many UTF-8 bytes can be `max_model_len` tokens or fewer: ask before tokenising.
+
+        A bound: exact for vocabularies that spell out every byte. Where whole stretches of text can vanish (an unknown
+        word as one token, white space dropped), a text that is too long only before that is refused too.
+        """
+        return text_bytes <= max_model_len * self.max_token_bytes
+
+
+class ByteText(TextCodec):
+    """The text of the simulated model: ids 0 to 255 are bytes, 256 ends an output."""
+
+    max_token_bytes = 1
+    eos_token_ids = frozenset({256})
+    _pieces = (*(bytes([byte]) for byte in range(256)), b"")
+
+    def encode(self, text: str) -> list[int]:
+        """See `TextCodec`."""
+        return list(_utf8(text, "prompt"))
+
+    def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """See `TextCodec`; one line a turn."""
+        _check(messages)
+        turns = "".join(f"{message.role}: {message.content}\n" for message in messages)
+        return list(f"{turns}assistant: ".encode())
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """See `TextCodec`."""
+        return bytes(token_id for token_id in token_ids if token_id < 256).decode("utf-8", "replace")
+
+    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
+        """See `TextCodec`."""
+        return ByteDetokenizer(self._pieces)
+
+
+class HuggingFaceText(TextCodec):
+    """The text of a model in a Hugging Face directory: `tokenizer.json` and the files beside it.
+
+    Special tokens are those that `tokenizer.json` flags as special, those that the configs name or list as such, and
+    added tokens that end an output. An added token that is none of these (`<think>` in many vocabularies) is text like
+    any other, as it is for transformers.
+
+    Args:
+        directory: a local directory.
+
+    Raises:
+        FileNotFoundError: there is no `tokenizer.json` in it.
+        ValueError: a file in it cannot be read.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        from wsbatch.chat_template import ChatTemplate
+        from wsbatch.tokenizer import Tokenizer
+
+        files = TokenizerFiles.read(Path(directory))
+        self._tokenizer = Tokenizer(files)
+        self._template = ChatTemplate(files.template, files.names) if files.template is not None else None
+        self.max_token_bytes = self._tokenizer.max_token_bytes
+        self.eos_token_ids = self._tokenizer.eos_token_ids
+
+    def encode(self, text: str) -> list[int]:
+        """See `TextCodec`."""
+        _utf8(text, "prompt")
+        return self._tokenizer.surround(self._tokenizer.spell(text))
+
+    def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """See `TextCodec`.
+
+        The rendered text is encoded as a whole, as transformers' `apply_chat_template` does, and gives the same ids.
+        Only where a message holds the literal of a special token, the text is encoded in the pieces between the
+        template's own special tokens, the message's literals spelled out.
+        """
+        _check(messages)
+        if self._template is None:
+            raise BadRequest("messages: this model has no chat template; send prompt or token_ids instead")
+        veil = _Veil()
+        text = self._template.render(self._veil_literals(messages, veil))
+        found = self._tokenizer.find([veil.blank(text)])[0]
+        veiled = self._veil_edges(messages, veil)
+        if veiled != tuple(messages):
+            # Could a message make a special token together with the template's words, or with another message? Then
+            # fewer are found where messages cannot contribute; that text is safe and is used, although the template
+            # did not see the characters hidden in it.
+            alone = self._template.render(veiled)
+            found_alone = self._tokenizer.find([veil.blank(alone)])[0]
+            if [each.token_id for each in found_alone] != [each.token_id for each in found]:
+                text, found = alone, found_alone
+        if not veil.hides(text) and (ids := self._tokenizer.mark(text, found)) is not None:
+            return ids
+        ids, end = [], 0
+        for each in found:
+            ids += [*self._tokenizer.spell(veil.lift(text[end : each.start])), each.token_id]
+            end = each.end
+        return ids + self._tokenizer.spell(veil.lift(text[end:]))
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """See `TextCodec`."""
+        return self._tokenizer.decode(token_ids)
+
+    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
+        """See `TextCodec`."""
+        return self._tokenizer.detokenizer()
+
+    def _veil_literals(self, messages: Sequence[ChatMessage], veil: "_Veil") -> tuple[ChatMessage, ...]:
+        """The messages with the first character of each literal of a special token hidden: no literal is left."""
+        veiled = []
+        for message, literals in zip(messages, self._tokenizer.find([m.content for m in messages]), strict=True):
+            content, end = [], 0
+            for literal in literals:
+                swallowed = message.content[literal.start : literal.end]
+                first = literal.start + len(swallowed) - len(swallowed.lstrip())
+                content += [message.content[end:first], veil.hide(message.content[first])]
+                end = first + 1
+            veiled.append(replace(message, content="".join([*content, message.content[end:]])))
+        return tuple(veiled)
+
+    def _veil_edges(self, messages: Sequence[ChatMessage], veil: "_Veil") -> tuple[ChatMessage, ...]:
+        """The messages without any character that begins or ends the literal of a special token."""
+        veiled = []
+        for message in messages:
+            content = message.content
+            for edge in self._tokenizer.edges:
+                if edge in content:
+                    content = content.replace(edge, veil.hide(edge))
+            veiled.append(replace(message, content=content))
+        return tuple(veiled)
+
+
+class _Veil:
+    """Hides characters from template and tokenizer behind stand-ins that no valid text has: lone surrogates."""
+
+    def __init__(self) -> None:
+        self._stand_ins: dict[str, str] = {}
+
+    def hide(self, character: str) -> str:
+        """Its stand-in."""
+        return self._stand_ins.setdefault(character, chr(0xDC00 + len(self._stand_ins)))
+
+    def lift(self, text: str) -> str:
+        """The text with the characters themselves."""
+        for character, stand_in in self._stand_ins.items():
+            text = text.replace(stand_in, character)
+        return text
+
+    def hides(self, text: str) -> bool:
+        """Whether a stand-in is in the text."""
+        return any(stand_in in text for stand_in in self._stand_ins.values())
+
+    def blank(self, text: str) -> str:
+        """The text, as long as it is, with U+FFFD for the stand-ins: valid Unicode."""
+        for stand_in in self._stand_ins.values():
+            text = text.replace(stand_in, "\ufffd")
+        return text
+
+
+def _check(messages: Sequence[ChatMessage]) -> None:
+    if not messages:
+        raise BadRequest("messages must hold at least one message")
+    for index, message in enumerate(messages):
+        if message.role not in ROLES:
+            raise BadRequest(f"messages[{index}].role must be one of {', '.join(ROLES)}, not {message.role!r:.80}")
+        _utf8(message.content, f"messages[{index}].content")
+
+
+def _utf8(text: str, field: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"{field} is not valid Unicode: a lone surrogate at character {error.start}") from error

@@ -1,0 +1,102 @@
+"""What a model directory says about its text: which files, which names, which special tokens."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """The text side of a Hugging Face model directory.
+
+    Attributes:
+        path: of `tokenizer.json`.
+        pipeline: its content.
+        names: the special tokens that have a name, `bos_token` and the like, as a chat template may use them.
+        special: the literals of all tokens that these files call special, named or not.
+        eos_token_ids: as the generation config (or else the model's config) gives them; may be empty.
+        template: the source of the chat template; None where there is none.
+    """
+
+    path: Path
+    pipeline: dict[str, Any]
+    names: dict[str, str]
+    special: frozenset[str]
+    eos_token_ids: frozenset[int]
+    template: str | None
+
+    @classmethod
+    def read(cls, directory: Path) -> "TokenizerFiles":
+        """Read them. Every file but `tokenizer.json` may be missing.
+
+        Raises:
+            FileNotFoundError: there is no `tokenizer.json`.
+            ValueError: a file is not what it should be.
+        """
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} is missing: the text of a model needs its fast tokenizer; a model that ships only a "
+                "slow one (tokenizer.model, vocab.txt) has to be saved once with transformers' AutoTokenizer"
+            )
+        config = _read_json(directory / "special_tokens_map.json") | _read_json(directory / "tokenizer_config.json")
+        return cls(
+            path=path,
+            pipeline=_read_json(path),
+            names={name: literal for name in config if name.endswith("_token") and (literal := _literal(config[name]))},
+            special=frozenset(_special(config)),
+            eos_token_ids=_eos_token_ids(directory),
+            template=_template(directory, config),
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _literal(token: object) -> str | None:
+    """A token is written as its text, or as a map with its text and its flags."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _special(config: dict[str, Any]) -> Iterator[str]:
+    for name, value in config.items():
+        if name.endswith("_token"):
+            tokens = [value]
+        elif name in ("additional_special_tokens", "extra_special_tokens"):
+            tokens = list(value.values()) if isinstance(value, dict) else value or []
+        elif name == "added_tokens_decoder":
+            tokens = [token for token in value.values() if token.get("special")]
+        else:
+            continue
+        yield from filter(None, map(_literal, tokens))
+
+
+def _eos_token_ids(directory: Path) -> frozenset[int]:
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_json(directory / name).get("eos_token_id")
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
+
+
+def _template(directory: Path, config: dict[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    return source if isinstance(source, str) else None
