@@ -205,7 +205,7 @@ async def test_places_are_taken_before_tokenising(autojump_clock: MockClock) -> 
 async def test_what_can_never_run_is_refused_at_once(
     autojump_clock: MockClock, bad: GenerateRequest, error: type[RequestError], words: str
 ) -> None:
-    async with open_virtual_engine(config(max_model_len=128)) as (engine, worker):
+    async with open_virtual_engine(config(max_model_len=128, max_queue_requests=1)) as (engine, worker):
         with pytest.raises(error, match=words):
             await engine.submit(bad)
         end = await ending(await engine.submit(request()))  # nothing else is lost, no place is leaked
@@ -332,6 +332,17 @@ async def test_stop_strings_end_the_request_and_do_not_leak(autojump_clock: Mock
         assert text == whole.text[: whole.text.index(stop)]
         assert isinstance(event, Finished)
         assert event.finish_reason == "stop"
+
+
+async def test_a_stop_string_that_began_before_the_resumption_is_found(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_wait_ms=0.0)) as (engine, _):
+        whole = await ending(await engine.submit(request(tokens=30, stream=False)))
+        assert isinstance(whole, Finished)
+        assert whole.token_ids is not None
+        sampling = SamplingParams(max_tokens=30, stop=(whole.text[10:13],))
+        end = await ending(await engine.submit(request(sampling=sampling, resume_token_ids=whole.token_ids[:11])))
+        assert isinstance(end, Finished)
+        assert (end.finish_reason, end.text, end.usage.completion_tokens) == ("stop", "", 13)
 
 
 async def test_two_engines_do_not_share_metrics(autojump_clock: MockClock) -> None:
