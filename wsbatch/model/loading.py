@@ -1,0 +1,250 @@
+"""From what the user names to a model in memory: Hugging Face id, local directory, `.gguf` file, or `demo`."""
+
+import contextlib
+import hashlib
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+import transformers
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from safetensors import SafetensorError
+
+from wsbatch.model.conversion import Progress, from_gguf
+from wsbatch.model.demo import fetch_demo
+from wsbatch.steps import ModelInfo
+
+# transformers' own annotations cover only a part of what is called here.
+_hf: Any = transformers
+_hf_logging: Any = transformers.utils.logging
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# What a repository holds of use here: no other frameworks' weights, no subfolders.
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory, on its device, in eval mode and without gradients.
+
+    Attributes:
+        model: the transformers module.
+        directory: where its config, weights and tokenizer files lie.
+        info: what the engine needs to know.
+    """
+
+    model: Any
+    directory: Path
+    info: ModelInfo
+
+
+def load(
+    model: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    threads: int | None = None,
+    max_model_len: int | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load a causal language model. Call it on the thread that will run it.
+
+    Args:
+        model: a local directory of safetensors, a `.gguf` file (converted to bfloat16 once, in the user's cache),
+            `demo`, or a Hugging Face id (fetched into the hub's cache). A directory called `demo` is `./demo`.
+        dtype: float32, bfloat16, float16, or auto: bfloat16 where the hardware multiplies it natively, else float32.
+        device: cpu, cuda, or auto: cuda where there is one.
+        threads: of this thread's tensor operations; None leaves torch's choice.
+        max_model_len: prompt plus output, in tokens; None is what the model was made for.
+        progress: called with (stage, done, total) while a model is fetched ("download", bytes) or converted
+            ("convert", steps). Downloads from the hub draw the hub's own bars instead, and none without `progress`.
+
+    Raises:
+        ValueError: an argument is out of bounds, or the model is of a kind that cannot be served.
+        OSError: files are missing, unreadable or damaged, or could not be fetched.
+    """
+    where = _device(device)
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is none of auto, {', '.join(DTYPES)}")
+    kind = _native_dtype(where) if dtype == "auto" else dtype
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"threads={threads} is below 1")
+        torch.set_num_threads(threads)
+
+    directory = _locate(model, progress)
+    with _quiet():
+        config = _read_config(model, directory)
+        longest = _max_model_len(model, config, max_model_len)
+        module = _read_weights(model, directory, DTYPES[kind]).to(where)
+    info = ModelInfo(
+        name=model,
+        revision=revision(directory),
+        dtype=kind,
+        device=where,
+        max_model_len=longest,
+        vocab_size=config.get_text_config(decoder=True).vocab_size,
+        eos_token_ids=_eos_token_ids(module, directory),
+    )
+    return LoadedModel(model=module, directory=directory, info=info)
+
+
+def _device(device: str) -> str:
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device={device!r} is none of auto, cpu, cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device='cuda', but torch {torch.__version__} sees no CUDA device")
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def _native_dtype(device: str) -> str:
+    """bfloat16 where matrix products in it are fast; elsewhere torch emulates it, slower than float32."""
+    if device == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bfloat16" if native else "float32"
+
+
+def _locate(model: str, progress: Progress | None) -> Path:
+    """The local directory that holds the model, fetched or converted first where needed."""
+    if model == "demo":
+        return fetch_demo(progress)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise FileNotFoundError(f"model {model!r}: there is no such file")
+        return from_gguf(path, progress)
+    if path.exists():
+        raise ValueError(f"model {model!r} is a file, but neither a directory nor a .gguf file")
+    if path.is_absolute() or model.startswith((".", "~")):
+        raise FileNotFoundError(f"model {model!r}: there is no such directory")
+    try:
+        with contextlib.nullcontext() if progress else _quiet():
+            found = huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"])
+    except HFValidationError as error:
+        raise ValueError(f"model {model!r} is no directory, no .gguf file and no Hugging Face id: {error}") from error
+    except (OSError, HfHubHTTPError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise OSError(f"model {model!r} is no local directory, and the hub could not provide it: {reason}") from error
+    return Path(found)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bars and warnings; what mattered among them is checked here and raised."""
+    level, bars = _hf_logging.get_verbosity(), _hf_logging.is_progress_bar_enabled()
+    _hf_logging.set_verbosity_error()
+    _hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        _hf_logging.set_verbosity(level)
+        if bars:
+            _hf_logging.enable_progress_bar()
+
+
+def _read_config(model: str, directory: Path) -> Any:
+    """The model's configuration, refused unless it is that of a causal language model."""
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(f"model {model!r}: {directory} has no config.json")
+    if not any(directory.glob("*.safetensors")):
+        raise FileNotFoundError(f"model {model!r}: {directory} has no *.safetensors file")
+    try:
+        config = _hf.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"model {model!r}: {directory / 'config.json'}: {error}") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"model {model!r} is an encoder-decoder ({config.model_type}); only decoders are served")
+    if type(config) not in _hf.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"model {model!r} is a {config.model_type}, which transformers has no causal LM for")
+    expected, found = _hf.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__, config.architectures or []
+    if found and expected not in found:
+        raise ValueError(f"model {model!r} is a {found[0]}, not a causal LM ({expected})")
+    return config
+
+
+def _max_model_len(model: str, config: Any, asked: int | None) -> int:
+    """What was asked for, or all that the model has positions for."""
+    decoder = config.get_text_config(decoder=True)
+    name = decoder.attribute_map.get("max_position_embeddings", "max_position_embeddings")  # GPT-2: n_positions
+    bound = getattr(decoder, name, None)
+    if bound is None:
+        if asked is None:
+            raise ValueError(f"max_model_len must be given: the config of model {model!r} names no longest input")
+        bound = asked
+    if asked is None:
+        return int(bound)
+    if asked < 2:
+        raise ValueError(f"max_model_len={asked} is below 2: one token of prompt and one of output")
+    if asked > bound:
+        raise ValueError(f"max_model_len={asked} exceeds {name}={bound} of model {model!r}")
+    return asked
+
+
+def _read_weights(model: str, directory: Path, dtype: torch.dtype) -> Any:
+    """The module with its weights. transformers fills tensors that a file lacks with noise: refused here."""
+    try:
+        module, report = _hf.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        )
+    except (SafetensorError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise OSError(f"model {model!r}: the weights in {directory} cannot be read: {reason}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise OSError(
+            f"model {model!r}: the weights in {directory} lack {len(missing)} tensors, the first {missing[0]}"
+        )
+    return module.eval().requires_grad_(False)
+
+
+def _eos_token_ids(module: Any, directory: Path) -> frozenset[int]:
+    """Every id that the generation config, the config or the tokenizer calls the end of the sequence."""
+    ids: set[int] = set()
+    for value in (module.generation_config.eos_token_id, module.config.get_text_config(decoder=True).eos_token_id):
+        if value is not None:
+            ids.update([value] if isinstance(value, int) else value)
+    described, vocabulary = directory / "tokenizer_config.json", directory / "tokenizer.json"
+    if described.is_file() and vocabulary.is_file():
+        token = json.loads(described.read_text(encoding="utf-8")).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        added = json.loads(vocabulary.read_text(encoding="utf-8")).get("added_tokens", [])
+        ids.update(entry["id"] for entry in added if entry["content"] == token)
+    return frozenset(ids)
+
+
+def revision(directory: Path) -> str:
+    """A cheap identity of the weights, the same on every machine: 16 hex digits of a sha256.
+
+    Covers config.json (without the names and versions that a copy may change) and, of every safetensors file, its
+    header (names, shapes, dtypes), its size, and the first 4 KiB of each tensor's data. Two models that differ only
+    beyond those bytes of every tensor would pass for equal; no training or quantisation leaves them alone.
+    """
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    for name in ("transformers_version", "_name_or_path", "_model_name_or_path"):
+        config.pop(name, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as stream:
+            # Format: https://huggingface.co/docs/safetensors, a little-endian u64, that much JSON, the tensors' data.
+            (header_bytes,) = struct.unpack("<Q", stream.read(8))
+            header = stream.read(header_bytes)
+            digest.update(header + path.stat().st_size.to_bytes(8, "little"))
+            for name, entry in sorted(json.loads(header).items()):
+                if name != "__metadata__":
+                    begin, end = entry["data_offsets"]
+                    stream.seek(8 + header_bytes + begin)
+                    digest.update(stream.read(min(end - begin, _SAMPLE_BYTES)))
+    return digest.hexdigest()[:16]
