@@ -1,52 +1,134 @@
 """The model of continuous batching: runs ragged steps over a paged KV pool (`steps.PagedStep`)."""
 
+import logging
 import time
-from typing import Any
+from typing import Literal
 
 import torch
 
-from wsbatch.messages import TokenLogprobs
-from wsbatch.model.modules import ModulesRunner
+from wsbatch.model import probe
+from wsbatch.model.compiled import KernelsUnavailable
+from wsbatch.model.fused import PARTS, FusedRunner
+from wsbatch.model.loading import LoadedModel
+from wsbatch.model.modules import ModulesRunner, refusal
 from wsbatch.model.ragged import flatten
-from wsbatch.steps import ModelInfo, PagedStep, StepPlan, StepResult
+from wsbatch.model.sampling import sample
+from wsbatch.steps import ModelInfo, PagedStep, RowSampling, StepPlan, StepResult
+
+_log = logging.getLogger("wsbatch.model")
+
+RunnerName = Literal["auto", "fused", "modules"]
 
 
 class PagedModel:
     """A `steps.Model` for `PagedStep` plans. The scheduler owns the blocks; this class only reads block tables.
 
+    Two runners compute a step: `fused`, one C++ call for Llama-shaped models on CPU, and `modules`, the reference on
+    transformers' own modules. Both are compared with the model's own forward at load.
+
     Args:
         loaded: the model and its facts, from `loading.load`.
         total_blocks: KV blocks in the pool, numbered from 0.
-        block_tokens: tokens a block holds.
+        block_tokens: tokens a block holds; the fused runner needs a multiple of 16.
+        runner: auto takes `fused` where it can run, and logs why where it cannot.
 
-    Raises ValueError, naming the reason, for an architecture that cannot run ragged paged steps.
+    Raises ValueError, naming the reason, for an architecture that cannot run ragged paged steps, and for
+    `runner="fused"` where it cannot run.
     """
 
-    def __init__(self, loaded: Any, *, total_blocks: int, block_tokens: int) -> None:
-        self._info: ModelInfo = loaded.info
+    def __init__(
+        self, loaded: LoadedModel, *, total_blocks: int, block_tokens: int, runner: RunnerName = "auto"
+    ) -> None:
+        if block_tokens < 1:
+            raise ValueError(f"block_tokens={block_tokens} is below 1")
+        needed = probe.blocks_needed(block_tokens)
+        if total_blocks < needed:
+            raise ValueError(f"total_blocks={total_blocks} is below {needed}")
+        self._info = loaded.info
         self._total_blocks = total_blocks
         self._block_tokens = block_tokens
-        self._runner = ModulesRunner(
-            loaded.model,
-            total_blocks=total_blocks,
-            block_tokens=block_tokens,
-            max_model_len=loaded.info.max_model_len,
-        )
+        self._runner = self._choose(loaded, runner)
+        _log.info("continuous batching runs on the %s runner", self._runner.name)
+
+    def _choose(self, loaded: LoadedModel, name: RunnerName) -> FusedRunner | ModulesRunner:
+        sizes = {
+            "total_blocks": self._total_blocks,
+            "block_tokens": self._block_tokens,
+            "max_model_len": loaded.info.max_model_len,
+        }
+        reference = probe.expected(loaded.model)
+        if name != "modules":
+            try:
+                fused = FusedRunner(loaded.model, **sizes, threads=torch.get_num_threads())
+                wrong = probe.differs(fused.run, reference, block_tokens=self._block_tokens)
+                if wrong is None:
+                    return fused
+                fused.close()
+                raise KernelsUnavailable(wrong)
+            except KernelsUnavailable as error:
+                if name == "fused":
+                    raise ValueError(f"runner='fused' cannot run: {error}") from error
+                _log.warning("the fused runner cannot run here, the modules runner takes its place: %s", error)
+        own = loaded.model.config._attn_implementation
+        try:
+            modules = ModulesRunner(loaded.model, **sizes)
+            wrong = probe.differs(modules.run, reference, block_tokens=self._block_tokens)
+            if wrong is not None:
+                raise refusal(loaded.model, wrong)
+        except ValueError:
+            loaded.model.set_attn_implementation(own)  # it may still be served another way
+            raise
+        return modules
 
     @property
     def info(self) -> ModelInfo:
         """Facts fixed at load."""
         return self._info
 
+    @property
+    def runner(self) -> str:
+        """The name of the runner that was chosen: fused or modules."""
+        return self._runner.name
+
+    def breakdown_ms(self) -> dict[str, float]:
+        """Milliseconds by part of the step since the last call; all 0 where the runner does not tell them apart."""
+        if isinstance(self._runner, FusedRunner):
+            return self._runner.breakdown_ms()
+        return dict.fromkeys(PARTS, 0.0)
+
     def run(self, plan: StepPlan) -> StepResult:
-        """Run one ragged step. Raises TypeError for a padded plan, ValueError for a row its blocks do not cover."""
+        """Run one ragged step.
+
+        Raises TypeError for a padded plan, ValueError for a row its blocks do not cover or with a token id outside
+        the vocabulary, FloatingPointError where a row's logits are not finite.
+        """
         if not isinstance(plan, PagedStep):
             raise TypeError(f"a paged model runs PagedStep plans, not {type(plan).__name__}")
         began = time.perf_counter()
         ragged = flatten(plan, block_tokens=self._block_tokens, total_blocks=self._total_blocks)
-        logits = self._runner.logits(ragged)
-        ids: tuple[int, ...] = ()
-        logprobs: tuple[TokenLogprobs | None, ...] | None = None
-        if logits is not None:
-            ids = tuple(torch.argmax(logits, dim=-1).tolist())
-        return StepResult(token_ids=ids, logprobs=logprobs, model_ms=(time.perf_counter() - began) * 1e3)
+        if (
+            not 0
+            <= int(ragged.token_ids.min(initial=0))
+            <= int(ragged.token_ids.max(initial=0))
+            < self._info.vocab_size
+        ):
+            raise ValueError(f"a token id is outside 0..{self._info.vocab_size - 1}")
+        if int(ragged.kv_lens.max(initial=0)) > self._info.max_model_len:
+            raise ValueError(f"a row is longer than max_model_len={self._info.max_model_len}")
+        sampling = [row.sampling for row in plan.rows if row.sampling is not None]
+        wanted = [row.temperature > 0 or row.logprobs is not None for row in sampling]
+        ids, logits = self._runner.run(ragged, wanted)
+        logprobs = None
+        if any(wanted):
+            rows: list[RowSampling] = [row for row, want in zip(sampling, wanted, strict=True) if want]
+            places = [int(at) for at, want in zip(ragged.positions[ragged.sample_at] + 1, wanted, strict=True) if want]
+            drawn, asked = sample(logits, rows, places)
+            sampled = [index for index, want in enumerate(wanted) if want]
+            for index, token in zip(sampled, drawn, strict=True):
+                ids[index] = token
+            if asked is not None:
+                by_row = dict(zip(sampled, asked, strict=True))
+                logprobs = tuple(by_row.get(index) for index in range(len(ids)))
+        if min(ids, default=0) < 0:
+            raise FloatingPointError(f"the model's logits are not finite in row {ids.index(-1)} of {len(ids)}")
+        return StepResult(token_ids=tuple(ids), logprobs=logprobs, model_ms=(time.perf_counter() - began) * 1e3)

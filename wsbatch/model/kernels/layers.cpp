@@ -1,0 +1,53 @@
+// The small operations between the products: norms, rotary positions, writing keys and values into the pool.
+#pragma once
+#include "attention.cpp"
+
+struct Rotation {
+    const float* cos;  // [positions, D]
+    const float* sin;
+};
+
+// 1 / sqrt(mean(x^2) + eps)
+inline float rms(const float* x, int n, float eps) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int i = 0; i < n; i += LANES) {
+        const __m512 v = _mm512_loadu_ps(x + i);
+        sum = _mm512_fmadd_ps(v, v, sum);
+    }
+    return 1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / n + eps);
+}
+
+template <class F>
+inline void norm(const float* x, const float* weight, int n, float eps, typename F::elem* out) {
+    const __m512 by = _mm512_set1_ps(rms(x, n, eps));
+    for (int i = 0; i < n; i += LANES)
+        F::store(out + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), by), _mm512_loadu_ps(weight + i)));
+}
+
+// One head in place: an optional norm, then the rotation of its two halves (Su et al. 2021, in the half-split form).
+inline void rotate(float* x, const float* weight, int d, float eps, const float* cos, const float* sin) {
+    if (weight) {
+        const float by = rms(x, d, eps);
+        for (int i = 0; i < d; i++) x[i] = x[i] * by * weight[i];
+    }
+    const int half = d / 2;
+    for (int i = 0; i < half; i++) {
+        const float low = x[i], high = x[i + half];
+        x[i] = low * cos[i] - high * sin[i];
+        x[i + half] = high * cos[i + half] + low * sin[i + half];
+    }
+}
+
+// Puts one token's key and value of one head into the pool's layout (attention.cpp).
+template <class F>
+inline void keep(const float* key, const float* value, int d, int place, int block_tokens, typename F::elem* at) {
+    const size_t tile = (size_t)LANES * d;
+    const int lane = place % LANES;
+    typename F::elem narrow[512];
+    for (int i = 0; i < d; i += LANES) F::store(narrow + i, _mm512_loadu_ps(key + i));
+    auto* keys = (unit*)(at + place / LANES * tile);  // [D in units][16 tokens]
+    for (int i = 0; i < d / F::PACK; i++) std::memcpy(keys + i * LANES + lane, narrow + i * F::PACK, sizeof(unit));
+    for (int i = 0; i < d; i += LANES) F::store(narrow + i, _mm512_loadu_ps(value + i));
+    auto* values = at + (size_t)block_tokens * d + place / F::PACK * F::PACK * (size_t)d;  // [token in units][D]
+    for (int i = 0; i < d; i++) values[i * F::PACK + place % F::PACK] = narrow[i];
+}

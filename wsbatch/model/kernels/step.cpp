@@ -1,0 +1,284 @@
+// One step of a Llama-shaped model: from token ids to the most likely next token, all layers in one call.
+//
+// Llama, Mistral, Qwen2 and Qwen3 differ in biases, in norms on the heads and in sliding windows; all are here. Python
+// gives the weights once (`create`) and a ragged batch each step (`step`). The residual stream is kept in float, what
+// is multiplied in the model's own format.
+#include <chrono>
+#include <limits>
+
+#include "gemm.cpp"
+#include "layers.cpp"
+#include "threads.cpp"
+
+extern "C" {
+struct Packed {
+    const void* panels;
+    const float* bias;
+    int32_t n, k;
+};
+struct LayerWeights {
+    Packed qkv, o, gate_up, down;
+    const float *attention_norm, *mlp_norm, *q_norm, *k_norm;
+    int32_t window;
+};
+struct Config {
+    int32_t bf16, threads, layers, hidden, q_heads, kv_heads, head_dim, block_tokens, total_blocks;
+    float eps, scale;
+    const void* embedding;  // [V, hidden]
+    Packed head;
+    const float *final_norm, *cos, *sin;
+    void* pool;  // [layers][blocks][Hkv][2][block_tokens * D]
+};
+struct Batch {
+    int32_t rows, tokens, samples, widest;
+    const int64_t *token_ids, *positions, *sample_at;
+    const int32_t *query_starts, *kv_lens, *block_tables;
+    float* const* logits;  // [samples]: where a row's logits go, or null
+    int64_t* best;         // [samples]
+    double* stage_ms;      // [4]: linears, attention, head, everything else
+};
+}
+
+enum Part { LINEARS, ATTENTION, HEAD, OTHER, PARTS };
+constexpr int STAGES_PER_LAYER = 8, ROWS_PER_TASK = 4;
+
+class Runner {
+  public:
+    virtual ~Runner() = default;
+    virtual void step(const Batch& batch) = 0;
+};
+
+template <class F>
+class Model : public Runner {
+    using elem = typename F::elem;
+
+  public:
+    Model(const Config& c, const LayerWeights* layers)
+        : c_(c),
+          layers_(layers, layers + c.layers),
+          shape_{c.q_heads, c.kv_heads, c.head_dim, c.block_tokens, c.scale},
+          team_(c.threads, c.layers * STAGES_PER_LAYER + 4),
+          scratch_(c.threads) {
+        for (auto& layer : layers_)
+            if (!plan_of(layer.window)) plans_.push_back({layer.window, std::make_unique<Plan>()});
+    }
+
+    void step(const Batch& batch) override {
+        prepare(batch);
+        auto last = std::chrono::steady_clock::now();
+        team_.run([&](int thread) {
+            int stage = 0;
+            auto mark = [&](Part part) {
+                if (thread) return;
+                const auto now = std::chrono::steady_clock::now();
+                batch.stage_ms[part] += std::chrono::duration<double, std::milli>(now - last).count();
+                last = now;
+            };
+            embed(batch, stage);
+            for (int i = 0; i < c_.layers; i++) layer(batch, i, thread, stage, mark);
+            if (batch.samples) head(batch, thread, stage);
+            mark(HEAD);
+        });
+        for (int s = 0; s < batch.samples; s++) batch.best[s] = winner(s);
+    }
+
+  private:
+    void prepare(const Batch& b) {
+        rows_.resize(b.rows);
+        for (int r = 0; r < b.rows; r++) {
+            const int count = b.query_starts[r + 1] - b.query_starts[r];
+            rows_[r] = {b.query_starts[r], count, b.kv_lens[r] - count, b.block_tables + (size_t)r * b.widest};
+        }
+        row_of_.resize(b.tokens);
+        for (int r = 0; r < b.rows; r++) std::fill_n(row_of_.begin() + rows_[r].first, rows_[r].count, r);
+        for (auto& [window, plan] : plans_) make_plan(*plan, rows_, shape_, window, team_.size());
+        const size_t t = b.tokens, heads = c_.q_heads * c_.head_dim;
+        fit(x_, t * c_.hidden);
+        fit(normed_, t * c_.hidden);
+        fit(qkv_, t * layers_[0].qkv.n);
+        fit(q_, t * heads);
+        fit(attended_, t * heads);
+        fit(gated_, t * (layers_[0].gate_up.n / 2));
+        fit(top_, (size_t)b.samples * team_.size() * LANES);
+        fit(top_at_, (size_t)b.samples * team_.size() * LANES);
+        samples_ = b.samples;
+        std::fill_n(top_.begin(), top_.size(), -std::numeric_limits<float>::infinity());
+        std::fill_n(top_at_.begin(), top_at_.size(), 0);
+    }
+
+    template <class V>
+    static void fit(V& v, size_t size) {
+        if (v.size() < size) v.resize(size);
+    }
+
+    Plan* plan_of(int window) {
+        for (auto& [w, plan] : plans_)
+            if (w == window) return plan.get();
+        return nullptr;
+    }
+
+    static Matrix<F> matrix(const Packed& p) { return {(const unit*)p.panels, p.bias, p.n, p.k}; }
+
+    // Runs task(first, end) over `count` rows, a few at a time.
+    template <class Task>
+    void by_rows(int& stage, int count, Task&& task) {
+        team_.stage(stage++, (count + ROWS_PER_TASK - 1) / ROWS_PER_TASK, [&](int t) {
+            task(t * ROWS_PER_TASK, std::min(count, (t + 1) * ROWS_PER_TASK));
+        });
+    }
+
+    void embed(const Batch& b, int& stage) {
+        by_rows(stage, b.tokens, [&](int from, int to) {
+            for (int t = from; t < to; t++) {
+                const elem* row = (const elem*)c_.embedding + (size_t)b.token_ids[t] * c_.hidden;
+                for (int i = 0; i < c_.hidden; i += LANES)
+                    _mm512_storeu_ps(&x_[(size_t)t * c_.hidden + i], F::load(row + i));
+            }
+        });
+    }
+
+    template <class Mark>
+    void layer(const Batch& b, int index, int thread, int& stage, Mark&& mark) {
+        const LayerWeights& w = layers_[index];
+        const size_t hidden = c_.hidden;
+        const int t = b.tokens;
+        auto norm_rows = [&](const float* weight) {
+            by_rows(stage, t, [&](int from, int to) {
+                for (int i = from; i < to; i++) norm<F>(&x_[i * hidden], weight, hidden, c_.eps, &normed_[i * hidden]);
+            });
+        };
+        norm_rows(w.attention_norm);
+        mark(OTHER);
+        product<8, 3>(stage, w.qkv, normed_.data(), t, [&](int row, int column, __m512 value) {
+            _mm512_storeu_ps(&qkv_[(size_t)row * w.qkv.n + column], value);
+        });
+        mark(LINEARS);
+        elem* pool = (elem*)c_.pool + (size_t)index * c_.total_blocks * c_.kv_heads * 2 * c_.block_tokens * c_.head_dim;
+        by_rows(stage, t, [&](int from, int to) {
+            for (int i = from; i < to; i++) place(b, w, i, pool);
+        });
+        mark(OTHER);
+        Plan& plan = *plan_of(w.window);
+        const Attention<F> attention(shape_, rows_, plan, w.window);
+        team_.stage(stage++, plan.jobs.size(), [&](int job) {
+            attention.run(job, q_.data(), t, pool, attended_.data(), scratch_[thread]);
+        });
+        mark(ATTENTION);
+        auto add = [&](int row, int column, __m512 value) {
+            float* to = &x_[row * hidden + column];
+            _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), value));
+        };
+        product<8, 3>(stage, w.o, attended_.data(), t, add);
+        mark(LINEARS);
+        norm_rows(w.mlp_norm);
+        mark(OTHER);
+        gate(stage, w.gate_up, t);
+        product<8, 3>(stage, w.down, gated_.data(), t, add);
+        mark(LINEARS);
+    }
+
+    template <int MR, int NV, class Emit>
+    void product(int& stage, const Packed& packed, const elem* a, int rows, Emit&& emit) {
+        const Matrix<F> w = matrix(packed);
+        team_.stage(stage++, panel_tasks<NV>(w.panel_count()), [&](int task) {
+            panels<F, MR, NV>(w, task, a, rows, [&](int row, int panel, auto& acc) {
+                constexpr int count = sizeof(acc) / sizeof(acc[0]);
+#pragma GCC unroll 8
+                for (int v = 0; v < count; v++) {
+                    const int column = (panel + v) * LANES;
+                    emit(row, column, _mm512_add_ps(acc[v], w.bias_at(column)));
+                }
+            });
+        });
+    }
+
+    // Panels of the gate and of the up projection alternate, so that silu(gate) * up is formed in registers.
+    void gate(int& stage, const Packed& packed, int rows) {
+        const Matrix<F> w = matrix(packed);
+        const size_t width = w.n / 2;
+        team_.stage(stage++, w.panel_count() / 2, [&](int task) {
+            group<F, 12, 2>(w, task * 2, normed_.data(), rows, [&](int row, __m512(&acc)[2]) {
+                const __m512 g = _mm512_add_ps(acc[0], w.bias_at(task * 2 * LANES));
+                const __m512 u = _mm512_add_ps(acc[1], w.bias_at((task * 2 + 1) * LANES));
+                F::store(&gated_[row * width + task * LANES], _mm512_mul_ps(silu(g), u));
+            });
+        });
+    }
+
+    // Rotates one token's heads; its queries go to q_ [Hkv][T][group][D], its keys and values into the pool.
+    void place(const Batch& b, const LayerWeights& w, int t, elem* pool) {
+        const int d = c_.head_dim, g = shape_.group();
+        float* q = &qkv_[(size_t)t * w.qkv.n];
+        float *k = q + c_.q_heads * d, *v = k + c_.kv_heads * d;
+        const int position = (int)b.positions[t];
+        const float *cos = c_.cos + (size_t)position * d, *sin = c_.sin + (size_t)position * d;
+        for (int h = 0; h < c_.q_heads; h++) {
+            rotate(q + h * d, w.q_norm, d, c_.eps, cos, sin);
+            elem* to = &q_[(((size_t)(h / g) * b.tokens + t) * g + h % g) * d];
+            for (int i = 0; i < d; i += LANES) F::store(to + i, _mm512_loadu_ps(q + h * d + i));
+        }
+        const size_t block = rows_[row_of_[t]].blocks[position / c_.block_tokens];
+        for (int h = 0; h < c_.kv_heads; h++) {
+            rotate(k + h * d, w.k_norm, d, c_.eps, cos, sin);
+            elem* at = pool + (block * c_.kv_heads + h) * 2 * c_.block_tokens * d;
+            keep<F>(k + h * d, v + h * d, d, position % c_.block_tokens, c_.block_tokens, at);
+        }
+    }
+
+    void head(const Batch& b, int thread, int& stage) {
+        const size_t hidden = c_.hidden;
+        by_rows(stage, b.samples, [&](int from, int to) {
+            for (int s = from; s < to; s++)
+                norm<F>(&x_[b.sample_at[s] * hidden], c_.final_norm, hidden, c_.eps, &normed_[s * hidden]);
+        });
+        const Matrix<F> w = matrix(c_.head);
+        const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        product<8, 3>(stage, c_.head, normed_.data(), b.samples, [&](int s, int column, __m512 value) {
+            const int left = w.n - column;
+            const __mmask16 real = left >= LANES ? 0xffff : (__mmask16)((1 << left) - 1);
+            if (b.logits[s]) _mm512_mask_storeu_ps(b.logits[s] + column, real, value);
+            const size_t at = ((size_t)thread * samples_ + s) * LANES;
+            const __m512 top = _mm512_loadu_ps(&top_[at]);
+            const __mmask16 better = _mm512_mask_cmp_ps_mask(real, value, top, _CMP_GT_OQ);
+            _mm512_mask_storeu_ps(&top_[at], better, value);
+            _mm512_mask_storeu_epi32(&top_at_[at], better, _mm512_add_epi32(lane, _mm512_set1_epi32(column)));
+        });
+    }
+
+    // The best of all lanes and threads, the lowest id among equals; -1 where no logit is a finite number.
+    int64_t winner(int s) const {
+        float best = -std::numeric_limits<float>::infinity();
+        int id = 0;
+        for (int thread = 0; thread < team_.size(); thread++) {
+            for (int i = 0; i < LANES; i++) {
+                const size_t at = ((size_t)thread * samples_ + s) * LANES + i;
+                if (top_[at] > best || (top_[at] == best && top_at_[at] < id)) best = top_[at], id = top_at_[at];
+            }
+        }
+        return std::isfinite(best) ? id : -1;
+    }
+
+    const Config c_;
+    std::vector<LayerWeights> layers_;
+    const Shape shape_;
+    Team team_;
+    std::vector<Scratch<F>> scratch_;
+    std::vector<std::pair<int, std::unique_ptr<Plan>>> plans_;  // by window
+    std::vector<Row> rows_;
+    std::vector<int> row_of_;                        // [T]
+    std::vector<float> x_, qkv_, top_;               // [T, hidden], [T, (Hq + 2 Hkv) D], [threads, S, 16]
+    std::vector<elem> normed_, q_, attended_, gated_;
+    std::vector<int32_t> top_at_;
+    int samples_ = 0;
+};
+
+extern "C" {
+void* wsbatch_create(const Config* config, const LayerWeights* layers) {
+#ifdef __AVX512BF16__
+    if (config->bf16) return new Model<BF16>(*config, layers);
+#endif
+    return config->bf16 ? nullptr : static_cast<Runner*>(new Model<F32>(*config, layers));
+}
+void wsbatch_step(void* runner, const Batch* batch) { static_cast<Runner*>(runner)->step(*batch); }
+void wsbatch_destroy(void* runner) { delete static_cast<Runner*>(runner); }
+}
