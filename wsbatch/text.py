@@ -19,7 +19,9 @@ class TextCodec(Protocol):
     """What the engine needs to know about a model's text. Safe to use from several threads at once.
 
     Attributes:
-        max_token_bytes: the UTF-8 length of the longest token.
+        max_token_bytes: the UTF-8 length of the longest token: a text of n bytes is at least n / max_token_bytes
+            tokens, which tells before tokenising that it cannot fit. (Not where a tokenizer drops or contracts text,
+            as with an unknown word that is one token: there the bound is a limit on size.)
         eos_token_ids: ids that end an output.
     """
 
@@ -53,14 +55,6 @@ class TextCodec(Protocol):
     def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
         """For one output. `prompt_ids` is what it continues; its text is that of the output alone all the same."""
         ...
-
-    def fits(self, text_bytes: int, max_model_len: int) -> bool:
-        """Whether a text of this many UTF-8 bytes can be `max_model_len` tokens or fewer: ask before tokenising.
-
-        A bound: exact for vocabularies that spell out every byte. Where whole stretches of text can vanish (an unknown
-        word as one token, white space dropped), a text that is too long only before that is refused too.
-        """
-        return text_bytes <= max_model_len * self.max_token_bytes
 
 
 class ByteText(TextCodec):
