@@ -1,0 +1,180 @@
+"""Schedules: the right law, the right lengths, the same bytes for the same seed, any rate from one trace."""
+
+import json
+import random
+from itertools import islice, pairwise
+from math import inf
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from scipy import stats as scipy_stats
+from wsbatch_bench.arrivals import parse_arrivals
+from wsbatch_bench.lengths import DEFAULT_OUTPUTS, DEFAULT_PROMPTS, parse_lengths
+from wsbatch_bench.trace import draw_trace, load_trace
+
+
+def gaps(spec: str, count: int = 4000, seed: int = 1) -> list[float]:
+    times = [unit for unit, _ in islice(parse_arrivals(spec).draw(random.Random(seed)), count)]
+    return [later - earlier for earlier, later in pairwise(times)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "law"),
+    [
+        ("poisson", scipy_stats.expon()),
+        ("gamma:burstiness=0.4", scipy_stats.gamma(0.4, scale=1 / 0.4)),
+        ("gamma:burstiness=3", scipy_stats.gamma(3, scale=1 / 3)),
+    ],
+)
+def test_gaps_follow_their_law(spec: str, law: scipy_stats.rv_continuous) -> None:
+    assert scipy_stats.kstest(gaps(spec), law.cdf).pvalue > 0.01
+
+
+def test_the_ks_test_can_fail() -> None:
+    assert scipy_stats.kstest(gaps("gamma:burstiness=0.8"), scipy_stats.expon().cdf).pvalue < 1e-6
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["poisson", "gamma:burstiness=0.5", "constant", "bursts:k=4,spread_ms=10", "on-off:requests=20,duty=0.25"],
+)
+def test_every_process_has_unit_rate(spec: str) -> None:
+    times = [unit for unit, _ in islice(parse_arrivals(spec).draw(random.Random(3)), 40_000)]
+    assert 40_000 / times[-1] == pytest.approx(1, rel=0.04)
+
+
+def test_bursts_keep_their_spread_at_any_rate() -> None:
+    trace = draw_trace(400, parse_arrivals("bursts:k=4,spread_ms=10"), seed=5)
+    for rate in (0.1, 20.0):
+        at_s = [planned.at_s for planned in islice(trace.schedule(rate), 400)]
+        assert at_s == sorted(at_s)
+        assert 400 / at_s[-1] == pytest.approx(rate, rel=0.35)
+        slow = [later - earlier for earlier, later in pairwise(at_s)]
+        # Within a burst gaps are milliseconds whatever the rate: three of every four.
+        assert sum(gap < 0.010 for gap in slow) >= 290
+
+
+def test_on_off_leaves_its_pauses_empty() -> None:
+    times = [unit for unit, _ in islice(parse_arrivals("on-off:requests=20,duty=0.25").draw(random.Random(2)), 2000)]
+    assert all(time % 20 <= 5 for time in times)
+
+
+def test_one_trace_serves_every_rate_without_end() -> None:
+    trace = draw_trace(50, seed=7)
+    slow = list(islice(trace.schedule(2.0), 120))
+    fast = list(islice(trace.schedule(8.0), 120))
+    assert [planned.at_s for planned in slow] == pytest.approx([4 * planned.at_s for planned in fast])
+    assert [planned.index for planned in slow] == list(range(120))
+    assert [planned.output_tokens for planned in slow[:50]] == [planned.output_tokens for planned in slow[50:100]]
+    assert all(later.at_s >= earlier.at_s for earlier, later in pairwise(slow))
+    assert [planned.at_s for planned in trace.schedule(inf)] == [0.0] * 50
+
+
+def test_the_default_workload() -> None:
+    trace = draw_trace(20_000, seed=11)
+    prompts = sorted(entry.prompt_tokens for entry in trace.entries)
+    outputs = sorted(entry.output_tokens for entry in trace.entries)
+    assert prompts[10_000] == pytest.approx(200, rel=0.03)
+    assert outputs[10_000] == pytest.approx(100, rel=0.03)
+    assert (prompts[0], prompts[-1], outputs[-1]) == (pytest.approx(20, abs=15), 1024, 1000)
+    assert fmean(outputs) == pytest.approx(parse_lengths(DEFAULT_OUTPUTS).mean, rel=0.03)
+    assert fmean(prompts) == pytest.approx(parse_lengths(DEFAULT_PROMPTS).mean, rel=0.03)
+
+
+def test_the_seed_decides_and_other_arrivals_leave_lengths_alone() -> None:
+    assert draw_trace(100, seed=1).sha256 == draw_trace(100, seed=1).sha256
+    assert draw_trace(100, seed=1).sha256 != draw_trace(100, seed=2).sha256
+    other = draw_trace(100, parse_arrivals("constant"), seed=1)
+    assert [entry.output_tokens for entry in other.entries] == [
+        entry.output_tokens for entry in draw_trace(100, seed=1).entries
+    ]
+
+
+def test_prompts_are_exact_repeatable_and_share_no_prefix() -> None:
+    trace = draw_trace(3, seed=1)
+    one, other = trace.prompt_ids(0, 200), trace.prompt_ids(1, 200)
+    assert len(one) == 200
+    assert one == draw_trace(3, seed=1).prompt_ids(0, 200)
+    assert one[:16] != other[:16]
+
+
+def test_a_saved_trace_is_the_same_trace(tmp_path: Path) -> None:
+    trace = draw_trace(30, parse_arrivals("bursts:k=3,spread_ms=5"), seed=4)
+    digest = trace.save(tmp_path / "trace.jsonl")
+    again = load_trace(tmp_path / "trace.jsonl")
+    assert again == trace
+    assert again.sha256 == digest
+
+
+def test_a_foreign_trace_replays_in_its_own_time_and_rescales(tmp_path: Path) -> None:
+    path = tmp_path / "foreign.jsonl"
+    path.write_text(
+        "".join(json.dumps({"at_s": at, "prompt_tokens": 5, "output_tokens": 7}) + "\n" for at in (3.0, 4.0, 8.0))
+    )
+    trace = load_trace(path)
+    assert trace.natural_rate == pytest.approx(2 / 5)
+    own = list(islice(trace.schedule(trace.natural_rate), 3))
+    assert [planned.at_s for planned in own] == pytest.approx([0, 1, 5])
+    assert [planned.at_s for planned in islice(trace.schedule(4.0), 3)] == pytest.approx([0, 0.1, 0.5])
+
+
+@pytest.mark.parametrize("line", ["nonsense", "{}", '{"at_s": 1, "prompt_tokens": 0, "output_tokens": 1}', "[1]"])
+def test_a_bad_trace_names_its_line(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"at_s": 0, "prompt_tokens": 1, "output_tokens": 1}\n' + line + "\n")
+    with pytest.raises(ValueError, match="line 2"):
+        load_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "word"),
+    [
+        ("lognormal:median=100", "sigma is required"),
+        ("lognormal:median=100,sigma=0", "above 0"),
+        ("lognormal:median=100,sigma=1,max=0", "at least 1"),
+        ("uniform:max=3", "none of"),
+        ("fixed:tokens=x", "must be a number"),
+        ("fixed:size=3", "none of tokens"),
+    ],
+)
+def test_bad_lengths_are_named(spec: str, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        parse_lengths(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "word"),
+    [
+        ("bursts:k=4", "spread_ms is required"),
+        ("on-off:requests=5,duty=2", "at most 1"),
+        ("gamma:burstiness=0", "above 0"),
+        ("closed:clients=0", "at least 1"),
+    ],
+)
+def test_bad_arrivals_are_named(spec: str, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        parse_arrivals(spec)
+
+
+def test_empirical_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("10\n30\n30\n")
+    lengths = parse_lengths(f"empirical:{path}")
+    assert lengths.mean == pytest.approx(70 / 3)
+    rng = random.Random(0)
+    assert {lengths.draw(rng) for _ in range(50)} == {10, 30}
+
+
+def test_theory_of_padded_waste() -> None:
+    """The design's figures for outputs of median 100, sigma 0.9, cap 1000."""
+    outputs = parse_lengths(DEFAULT_OUTPUTS)
+    waste = [round(100 * outputs.padded_waste(batch)) for batch in (1, 2, 4, 8, 16, 32)]
+    assert waste == [0, 32, 51, 64, 72, 77]
+
+
+def test_moments_match_draws() -> None:
+    outputs = parse_lengths("lognormal:median=20,sigma=0.7,max=100")
+    rng = random.Random(9)
+    longest = [max(outputs.draw(rng) for _ in range(8)) for _ in range(4000)]
+    assert fmean(longest) == pytest.approx(outputs.mean_of_longest(8), rel=0.02)
