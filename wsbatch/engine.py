@@ -1,6 +1,6 @@
 """The engine: what sessions and servers need of one. `open_engine` makes one; `BatchEngine` is its loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
@@ -35,11 +35,18 @@ class Engine(Protocol):
         """Why any request made now would be refused (full, draining, dead); None if one may be let in."""
         ...
 
-    async def submit(self, request: GenerateRequest, *, on_event: Callable[[Stream], None] | None = None) -> Stream:
+    async def submit(
+        self,
+        request: GenerateRequest,
+        *,
+        client: Hashable = None,
+        on_event: Callable[[Stream], None] | None = None,
+    ) -> Stream:
         """Tokenise and admit a request; its stream begins with `Accepted`.
 
         Waits for the tokeniser only, never for room. Raises RequestError where the request is refused. Cancelled, it
-        leaves nothing behind. `on_event` is called whenever the stream turns from empty to non-empty.
+        leaves nothing behind. Requests of one `client` share its part of the queue, fairly with other clients.
+        `on_event` is called whenever the stream turns from empty to non-empty.
         """
         ...
 

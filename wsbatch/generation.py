@@ -1,5 +1,7 @@
 """One admitted request inside the engine: its tokens become text, stop conditions are checked, its times are kept."""
 
+from collections.abc import Hashable
+
 from wsbatch.batching.accounting import RowReport
 from wsbatch.messages import BatchReport, Finished, FinishReason, GenerateRequest, Timing, TokenLogprobs, Usage
 from wsbatch.stream import Stream
@@ -14,6 +16,7 @@ class Generation:
     Args:
         key: the engine's number for it.
         stream: where its events go.
+        client: whose it is, for the fair share of the queue.
         prompt_ids: the prompt, without what was already generated elsewhere.
         codec: turns ids into text.
         end_ids: token ids that end the output.
@@ -25,6 +28,7 @@ class Generation:
         key: int,
         stream: Stream,
         *,
+        client: Hashable,
         prompt_ids: list[int],
         codec: TextCodec,
         end_ids: frozenset[int],
@@ -32,6 +36,7 @@ class Generation:
     ) -> None:
         self.key = key
         self.stream = stream
+        self.client = client
         self.reason: FinishReason | None = None  # set at the request's own end
         self.started_s: float | None = None
         self.arrived_s = arrived_s

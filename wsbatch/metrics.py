@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from wsbatch.batching.accounting import StepCost
 from wsbatch.messages import Finished
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -63,14 +64,14 @@ class EngineMetrics:
         self.num_requests_running.set_function(running)
         self.num_requests_waiting.set_function(waiting)
 
-    def observe_step(self, phase: str, rows: int, issued: int, useful: int, seconds: float) -> None:
-        """Count one step. `phase` is prefill or decode; `rows` were computed; token slots issued and useful."""
-        self.batch_size.observe(rows)
-        self.step_seconds.observe(seconds)
-        self.issued_tokens.labels(phase).inc(issued)
-        self.useful_tokens.labels(phase).inc(useful)
-        if phase == "decode" and issued:
-            self.slot_utilization.set(useful / issued)
+    def observe_step(self, cost: StepCost) -> None:
+        """Count one step."""
+        self.batch_size.observe(cost.rows)
+        self.step_seconds.observe(cost.seconds)
+        self.issued_tokens.labels(cost.phase).inc(cost.issued_tokens)
+        self.useful_tokens.labels(cost.phase).inc(cost.useful_tokens)
+        if cost.phase == "decode":
+            self.slot_utilization.set(cost.useful_tokens / cost.issued_tokens)
 
     def observe_finished(self, finished: Finished) -> None:
         """Count one request that ran to its end."""

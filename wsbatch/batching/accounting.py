@@ -17,6 +17,7 @@ class StepCost:
         rows: rows in the step.
         issued_tokens: token slots computed, padding, finished rows and recomputation included.
         useful_tokens: of those, the ones somebody asked for.
+        prefill_tokens: of the issued, those of prompts (padding included); the others are decode rows.
         seconds: time in the model.
     """
 
@@ -24,6 +25,7 @@ class StepCost:
     rows: int
     issued_tokens: int
     useful_tokens: int
+    prefill_tokens: int
     seconds: float
 
 

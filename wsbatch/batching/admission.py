@@ -4,6 +4,7 @@ from wsbatch.errors import NeverFits, QueueFull
 
 _LONGEST_RETRY_MS = 30_000
 _RATE_DECAY = 0.9
+_GUESSED_INTERVAL_S = 0.1
 
 
 class Admission:
@@ -70,9 +71,13 @@ class Admission:
         self._last_left_s = now_s
 
     def retry_after_ms(self) -> int:
-        """When a retry is worth making: half of the queue is served by then, so it meets neither a wall nor idleness."""
-        interval_s = self._interval_s if self._interval_s is not None else 0.1
-        return max(50, min(_LONGEST_RETRY_MS, round(1000 * interval_s * self.requests / 2)))
+        """When a retry is worth making: by then half of the queue is served, and there is still work."""
+        return max(50, min(_LONGEST_RETRY_MS, round(1000 * self.interval_s * self.requests / 2)))
+
+    @property
+    def interval_s(self) -> float:
+        """Mean time between two requests leaving the queue to run; a guess before the first."""
+        return self._interval_s if self._interval_s is not None else _GUESSED_INTERVAL_S
 
     def _full(self, message: str) -> QueueFull:
         return QueueFull(message, retry_after_ms=self.retry_after_ms())

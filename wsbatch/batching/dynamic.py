@@ -164,7 +164,8 @@ class DynamicScheduler:
             phase = "prefill"
         else:
             issued, useful, phase = len(self._rows), sum(live), "decode"
-        cost = StepCost(phase, len(self._rows), issued, useful, result.model_ms / 1000)
+        prefill_tokens = issued if phase == "prefill" else 0
+        cost = StepCost(phase, len(self._rows), issued, useful, prefill_tokens, result.model_ms / 1000)
         self.ledger.record(cost, [row.work.key for row in self._rows])
         tokens = []
         for index, (row, alive) in enumerate(zip(self._rows, live, strict=True)):

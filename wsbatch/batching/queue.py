@@ -21,6 +21,7 @@ class Work:
         sampling: how its tokens are chosen.
         priority: 0 (most urgent) to 9.
         arrived_s: when it arrived, on the engine's clock.
+        turn_s: its fair turn among its client's requests, see `fairness`; None is its arrival.
     """
 
     key: int
@@ -29,15 +30,17 @@ class Work:
     sampling: RowSampling
     priority: int
     arrived_s: float
+    turn_s: float | None = None
 
     @property
     def order(self) -> tuple[float, int]:
         """The sort key: a virtual arrival time.
 
-        Each class costs AGEING_S: a static key that gives priority, first come first served within a class, and a
-        bounded wait at once, because a request is only ever passed by those who arrive within 9 * AGEING_S after it.
+        Each class costs AGEING_S: a static key that gives priority, first come first served within a class (and a
+        client), and a bounded wait at once: nobody passes whose turn is more than 9 * AGEING_S after this one's.
         """
-        return (self.arrived_s + self.priority * AGEING_S, self.key)
+        turn_s = self.arrived_s if self.turn_s is None else self.turn_s
+        return (turn_s + self.priority * AGEING_S, self.key)
 
 
 class WaitingQueue:

@@ -1,0 +1,51 @@
+"""What a step costs, fitted while serving: seconds = tau + alpha * decode rows + beta * prompt tokens."""
+
+from wsbatch.batching.accounting import StepCost
+
+_FORGET = 0.995
+_LEAST_STEPS = 8
+
+
+class StepCostFit:
+    """Least squares over the recent steps, older ones forgotten geometrically.
+
+    A faint prior of zero costs keeps the equations solvable while all steps look alike; negative costs, which noise can
+    fit, are clamped to zero at prediction.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._normal = [[1e-6 if row == column else 0.0 for column in range(3)] for row in range(3)]
+        self._moments = [0.0, 0.0, 0.0]
+
+    def record(self, cost: StepCost) -> None:
+        """Learn from one step."""
+        features = (1.0, float(cost.issued_tokens - cost.prefill_tokens), float(cost.prefill_tokens))
+        self._steps += 1
+        for row in range(3):
+            for column in range(3):
+                self._normal[row][column] = self._normal[row][column] * _FORGET + features[row] * features[column]
+            self._moments[row] = self._moments[row] * _FORGET + features[row] * cost.seconds
+
+    def step_s(self, *, decode_rows: int, prefill_tokens: int) -> float | None:
+        """Predicted seconds of such a step; None before enough steps were seen."""
+        if self._steps < _LEAST_STEPS:
+            return None
+        tau_s, alpha_s, beta_s = (max(0.0, cost) for cost in _solve(self._normal, self._moments))
+        return tau_s + alpha_s * decode_rows + beta_s * prefill_tokens
+
+
+def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
+    """Gauss-Jordan elimination with partial pivoting, 3x3; a vanishing pivot leaves its unknown at zero."""
+    rows = [[*line, value] for line, value in zip(matrix, vector, strict=True)]
+    size = len(rows)
+    for pivot in range(size):
+        best = max(range(pivot, size), key=lambda row: abs(rows[row][pivot]))
+        rows[pivot], rows[best] = rows[best], rows[pivot]
+        if abs(rows[pivot][pivot]) < 1e-12:
+            continue
+        for row in range(size):
+            if row != pivot:
+                factor = rows[row][pivot] / rows[pivot][pivot]
+                rows[row] = [value - factor * other for value, other in zip(rows[row], rows[pivot], strict=True)]
+    return [rows[i][size] / rows[i][i] if abs(rows[i][i]) >= 1e-12 else 0.0 for i in range(size)]

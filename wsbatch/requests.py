@@ -1,0 +1,179 @@
+"""The live requests of an engine: from a place in the queue to exactly one terminal event each."""
+
+import secrets
+from collections.abc import Callable, Hashable
+from math import inf
+
+import trio
+
+from wsbatch.batching.admission import Admission
+from wsbatch.batching.fairness import FairShare
+from wsbatch.batching.queue import Work
+from wsbatch.batching.scheduler import Scheduler
+from wsbatch.config import EngineConfig
+from wsbatch.errors import QueueTimeout, RequestError, Shed
+from wsbatch.generation import Generation
+from wsbatch.messages import Accepted, FinishReason, GenerateRequest
+from wsbatch.metrics import EngineMetrics
+from wsbatch.steps import ModelInfo, RowSampling
+from wsbatch.stream import Stream
+from wsbatch.text import TextCodec
+from wsbatch.timers import Timers
+
+_SEED_BITS = 53
+
+
+class Requests:
+    """Who is waiting, who is running, and how each of them ends.
+
+    Attributes:
+        live: accepted, and not yet released by the scheduler; by key.
+        waiting: of those, what has not started.
+        ended: set when a request has its terminal event; whoever waits for it replaces it.
+        timers: run them in a task, or no timeout ever fires.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        info: ModelInfo,
+        codec: TextCodec,
+        scheduler: Scheduler,
+        admission: Admission,
+        metrics: EngineMetrics,
+        hand_over: Callable[[Work], None],
+    ) -> None:
+        """`hand_over` takes each new request's work towards the scheduler."""
+        self.live: dict[int, Generation] = {}
+        self.waiting: dict[int, Work] = {}
+        self.ended = trio.Event()
+        self.timers = Timers(self._expire)
+        self._config = config
+        self._info = info
+        self._codec = codec
+        self._scheduler = scheduler
+        self._admission = admission
+        self._metrics = metrics
+        self._hand_over = hand_over
+        self._fairness = FairShare()
+        self._last_key = 0
+
+    def __repr__(self) -> str:
+        return f"<Requests {len(self.waiting)} waiting, {len(self.live) - len(self.waiting)} started>"
+
+    def settle(self) -> None:
+        """Slots that became free: what waited for that is told now."""
+        now_s = trio.current_time()
+        for release in self._scheduler.releases():
+            generation = self.live.pop(release.key)
+            self._metrics.hol_delay.observe(release.hol_delay_s)
+            if generation.stream.live:
+                self._tell(generation, release.hol_delay_s, now_s)
+
+    def enqueue(
+        self,
+        request: GenerateRequest,
+        prompt_ids: list[int],
+        *,
+        arrived_s: float,
+        client: Hashable,
+        on_event: Callable[[Stream], None] | None,
+    ) -> Stream:
+        """Make a live request of one that holds a place in the queue. Nothing here can fail or wait."""
+        sampling = request.sampling
+        seed = sampling.seed if sampling.seed is not None else secrets.randbits(_SEED_BITS)
+        self._last_key += 1
+        key = self._last_key
+        stream = Stream(request, on_cancel=lambda _: self.finish(self.live[key], "cancelled"), on_event=on_event)
+        ends = frozenset(sampling.stop_token_ids)
+        self.live[key] = Generation(
+            key,
+            stream,
+            client=client,
+            prompt_ids=prompt_ids,
+            codec=self._codec,
+            end_ids=ends if sampling.ignore_eos else ends | self._info.eos_token_ids,
+            arrived_s=arrived_s,
+        )
+        work = Work(
+            key=key,
+            token_ids=(*prompt_ids, *request.resume_token_ids),
+            max_new_tokens=sampling.max_tokens - len(request.resume_token_ids),
+            sampling=RowSampling(sampling.temperature, sampling.top_p, sampling.top_k, seed, sampling.logprobs),
+            priority=request.priority,
+            arrived_s=arrived_s,
+            turn_s=self._fairness.turn_s(client, arrived_s, self._admission.interval_s),
+        )
+        stream.accept(Accepted(request.id, len(prompt_ids), len(self.waiting), seed))
+        self.waiting[key] = work
+        self._hand_over(work)
+        queue_ms = min(request.queue_timeout_ms or inf, request.timeout_ms or inf, self._config.queue_timeout_ms)
+        self.timers.add(arrived_s + queue_ms / 1000, key)
+        if request.timeout_ms is not None:
+            self.timers.add(arrived_s + request.timeout_ms / 1000, key)
+        self._metrics.prompt_tokens.inc(len(prompt_ids))
+        return stream
+
+    def finish(self, generation: Generation, reason: FinishReason, *, at_release: bool = False) -> None:
+        """The request's own end, told now or when its slot is released; one that waited for that is told now."""
+        if generation.reason is None:
+            generation.reason = reason
+        if not at_release:
+            self._tell(generation, 0.0, trio.current_time())
+        self._end(generation.key)
+
+    def _tell(self, generation: Generation, hol_delay_s: float, now_s: float) -> None:
+        report = self._scheduler.report(generation.key)
+        finished = generation.finished(report, hol_delay_s=hol_delay_s, now_s=now_s)
+        self._metrics.observe_finished(finished)
+        generation.stream.finish(finished)
+        self.ended.set()
+
+    def fail(self, key: int, error: RequestError) -> None:
+        """End a request with an error."""
+        stream = self.live[key].stream
+        if stream.live:
+            self._metrics.refused.labels(error.code).inc()
+            stream.fail(error)
+            self.ended.set()
+        self._end(key)
+
+    def _end(self, key: int) -> None:
+        """The scheduler is told; a request that never started is gone with that, others at their release."""
+        self._scheduler.end(key, trio.current_time())
+        if key in self.waiting:
+            self.leave_queue(key)
+            del self.live[key]
+        else:
+            self.settle()
+
+    def leave_queue(self, key: int) -> None:
+        """This request starts, or ends without ever having started: its place is free."""
+        self._admission.leave(len(self.waiting.pop(key).token_ids))
+        self._fairness.leave(self.live[key].client)
+
+    def untold(self) -> list[Generation]:
+        """The requests whose terminal event is still to come."""
+        return [generation for generation in self.live.values() if generation.stream.live]
+
+    def _expire(self, key: int) -> None:
+        """A timer of this request went off; it may be one that no longer means anything."""
+        generation = self.live.get(key)
+        if generation is None or not generation.stream.live:
+            return
+        if key in self.waiting:
+            self.fail(key, QueueTimeout("the request waited in the queue for its whole queue timeout"))
+            return
+        timeout_ms = generation.request.timeout_ms
+        if timeout_ms is not None and trio.current_time() >= generation.arrived_s + timeout_ms / 1000:
+            self.finish(generation, "timeout")
+
+    def shed(self, priority: int) -> bool:
+        """Drop the last in order of the least urgent class in the queue, if that is less urgent than `priority`."""
+        victim = max(self.waiting.values(), key=lambda work: (work.priority, work.order), default=None)
+        if victim is None or victim.priority <= priority:
+            return False
+        retry_after_ms = self._admission.retry_after_ms()
+        self.fail(victim.key, Shed("dropped from the queue for a more urgent request", retry_after_ms=retry_after_ms))
+        return True
