@@ -1,0 +1,211 @@
+"""One open connection of a client: a reader that dispatches by id, one writer, a keepalive.
+
+`client` runs the three tasks; a caller's task only queues what is to be sent and waits for what has come.
+"""
+
+import itertools
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Unpack
+
+import trio
+import trio_websocket
+
+from wsbatch.client_errors import ProtocolError, error_of
+from wsbatch.client_request import GenerateParams, Prompt, build_request
+from wsbatch.client_stream import Completion, Jitter, TokenStream
+from wsbatch.errors import ConnectionLost, RequestError, TooLarge
+from wsbatch.messages import (
+    Accepted,
+    Cancel,
+    DrainingNotice,
+    Failed,
+    Finished,
+    Hello,
+    RequestId,
+    ServerMessage,
+    Tokens,
+)
+from wsbatch.wire import PROTOCOL_VERSION, Codec, DecodeError
+
+
+class Client:
+    """An open connection; made by `connect`.
+
+    Attributes:
+        hello: what the server said of itself: model, limits, state.
+        draining: set once the server has said that it is shutting down.
+    """
+
+    def __init__(
+        self,
+        websocket: trio_websocket.WebSocketConnection,
+        stream: trio.abc.Stream,
+        *,
+        codec: Codec,
+        hello: Hello,
+        jitter: Jitter,
+    ) -> None:
+        self.hello = hello
+        self.draining: DrainingNotice | None = None
+        self._websocket = websocket
+        self._stream = stream
+        self._codec = codec
+        self._jitter = jitter
+        self._ids = itertools.count(1)
+        self._streams: dict[RequestId, TokenStream] = {}
+        self._lost: str | None = None
+        self._refusal: RequestError | None = None  # what the server said of the connection as a whole
+        self._heard_at = trio.current_time()
+        # One task writes: a cancelled write leaves half a frame behind, so no task of the user's may do it.
+        self._outgoing, self._unsent = trio.open_memory_channel[bytes | str](math.inf)
+        self._closed = trio.Event()
+
+    def __repr__(self) -> str:
+        state = "open" if self._lost is None else "closed"
+        return f"<Client of {self.hello.server} {self.hello.model!r}, {state}, {len(self._streams)} live>"
+
+    @asynccontextmanager
+    async def generate(
+        self, prompt: Prompt, *, retries: int = 0, **params: Unpack[GenerateParams]
+    ) -> AsyncIterator[TokenStream]:
+        """Send a request; the stream of its events. Leaving the block before its end cancels it on the server.
+
+        Args:
+            prompt: text, token ids, messages, or a whole GenerateRequest (whose id is replaced).
+            retries: how often a refusal that says when to retry is retried, before the first token.
+
+        Does not wait; iterating does. Raises ConnectionLost, BadRequest for values that have no form on the wire,
+        TooLarge for a message over the server's limit, TypeError for an unknown parameter.
+        """
+        stream = TokenStream(build_request(prompt, params), begin=self._begin, retries=retries, jitter=self._jitter)
+        self._begin(stream)
+        try:
+            yield stream
+        finally:
+            self._abandon(stream.request.id)
+
+    async def complete(self, prompt: Prompt, *, retries: int = 0, **params: Unpack[GenerateParams]) -> Completion:
+        """Wait for the whole output. Raises what iterating would; cancelled, it cancels the request."""
+        async with self.generate(prompt, retries=retries, **params) as stream:
+            return await stream.completion()
+
+    def _begin(self, stream: TokenStream) -> None:
+        if self._lost is not None:
+            raise self._connection_lost()
+        stream.start(next(self._ids))
+        data = self._codec.encode_client(stream.request)
+        most = self.hello.limits.max_message_bytes
+        size = len(data) if isinstance(data, bytes) else len(data.encode())
+        if size > most:
+            # The server would close the connection over it, and with it every other stream.
+            raise TooLarge(f"the request has {size} bytes, the server takes {most}")
+        self._streams[stream.request.id] = stream
+        self._outgoing.send_nowait(data)
+
+    def _abandon(self, id: RequestId) -> None:
+        if self._streams.pop(id, None) is not None and self._lost is None:
+            self._outgoing.send_nowait(self._codec.encode_client(Cancel(id)))
+
+    def _connection_lost(self) -> ConnectionLost:
+        error = ConnectionLost(f"{self._lost}{f': {self._refusal}' if self._refusal is not None else ''}")
+        error.__cause__ = self._refusal
+        return error
+
+    def _lose(self, why: str) -> None:
+        """The connection has ended, or must: say so to every stream, once."""
+        if self._lost is None:
+            self._lost = why
+            self._outgoing.close()
+            streams, self._streams = self._streams, {}
+            for stream in streams.values():
+                stream.fail(self._connection_lost())
+
+    async def receive(self) -> None:
+        """Dispatch until the connection ends. Never waits for a consumer: a reader that stops sees no pings."""
+        try:
+            while True:
+                data = await self._websocket.get_message()
+                self._heard_at = trio.current_time()
+                message = self._codec.decode_server(data)
+                if message is not None:
+                    self._dispatch(message)
+        except trio_websocket.ConnectionClosed as exc:
+            self._lose(closing(exc))
+        except DecodeError as exc:
+            self._lose(f"the server sent a frame that cannot be read: {exc}")
+
+    def _dispatch(self, message: ServerMessage) -> None:
+        match message:
+            case Failed(id=None):
+                self._refusal = error_of(message)
+            case Accepted(id=id) | Tokens(id=id) | Finished(id=id) | Failed(id=int(id) | str(id)):
+                if (stream := self._streams.get(id)) is None:  # left before its end
+                    return
+                if isinstance(message, Finished | Failed):
+                    del self._streams[id]
+                try:
+                    stream.deliver(message)
+                except ProtocolError as exc:
+                    stream.fail(exc)
+                    self._abandon(id)
+            case DrainingNotice():
+                self.draining = message
+
+    async def transmit(self) -> None:
+        """Write what is queued, in order; once nothing more will be, close."""
+        try:
+            async for data in self._unsent:
+                await self._websocket.send_message(data)
+            await self._websocket.aclose()
+        except trio_websocket.ConnectionClosed as exc:
+            self._lose(closing(exc))
+        finally:
+            self._closed.set()
+
+    async def keep_alive(self, silence_s: float) -> None:
+        """Ping a silent server; give the connection up where it stays silent. Any message counts as life."""
+        while self._lost is None:
+            await trio.sleep_until(self._heard_at + silence_s)
+            heard_at = self._heard_at
+            if trio.current_time() < heard_at + silence_s:
+                continue
+            try:
+                # ping() waits for the pong, and does not wake when the connection dies.
+                with trio.move_on_after(silence_s):
+                    await self._websocket.ping()
+                    self._heard_at = trio.current_time()
+            except trio_websocket.ConnectionClosed:
+                return
+            if self._heard_at == heard_at:
+                self._lose(f"the server has been silent for {2 * silence_s:g} s")
+                # The ping may be half written: nothing more can be said on this connection.
+                await trio.aclose_forcefully(self._stream)
+
+    async def close(self, timeout_s: float) -> None:
+        self._lose("this client was closed")
+        # Also when cancelled: a server that is told so need not find out.
+        with trio.move_on_after(timeout_s, shield=True):
+            await self._closed.wait()
+
+
+async def greeting(websocket: trio_websocket.WebSocketConnection, codec: Codec) -> Hello:
+    try:
+        message = codec.decode_server(await websocket.get_message())
+    except trio_websocket.ConnectionClosed as exc:
+        raise ConnectionLost(closing(exc)) from None
+    except DecodeError as exc:
+        raise ProtocolError(f"the server's first frame cannot be read: {exc}") from None
+    if isinstance(message, Failed):
+        raise error_of(message)
+    if not isinstance(message, Hello) or message.version != PROTOCOL_VERSION:
+        raise ProtocolError(f"a hello of version {PROTOCOL_VERSION} was due, got {message}")
+    return message
+
+
+def closing(exc: trio_websocket.ConnectionClosed) -> str:
+    reason = exc.reason
+    if reason is None or reason.code == 1006:
+        return "the connection broke"
+    return f"the connection was closed ({reason.code}{f', {reason.reason}' if reason.reason else ''})"
