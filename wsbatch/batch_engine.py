@@ -179,7 +179,7 @@ class BatchEngine:
             case Step() as step:
                 await self._step(step)
             case WaitUntil(at_s=at_s):
-                with trio.move_on_at(at_s):
+                with self._requests.holding(), trio.move_on_at(at_s):
                     self._take(await self._inbox.receive())
             case Idle():
                 self._take(await self._inbox.receive())
@@ -191,8 +191,7 @@ class BatchEngine:
     async def _step(self, step: Step) -> None:
         now_s = trio.current_time()
         for key in step.started:
-            self._requests.live[key].started_s = now_s
-            self._requests.leave_queue(key)
+            self._requests.start(key)
         if step.started:
             self._intake.admission.started(len(step.started), now_s)
         try:

@@ -39,6 +39,7 @@ class Generation:
         self.client = client
         self.reason: FinishReason | None = None  # set at the request's own end
         self.started_s: float | None = None
+        self.batch_wait_s = 0.0  # of the time in the queue; known once it has started
         self.arrived_s = arrived_s
         self._prompt_tokens = len(prompt_ids)
         self._end_ids = end_ids
@@ -99,6 +100,7 @@ class Generation:
                 prefill_ms=_ms(first_s - started_s) if first_s is not None else 0.0,
                 ttft_ms=_ms(first_s - self.arrived_s) if first_s is not None else 0.0,
                 total_ms=_ms(now_s - self.arrived_s),
+                batch_wait_ms=_ms(self.batch_wait_s),
             ),
             BatchReport(
                 company.max_size,

@@ -105,12 +105,16 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds from the request's arrival. `ttft_ms` is 0 where no token came; `prefill_ms` from dispatch on."""
+    """Milliseconds from the request's arrival. `ttft_ms` is 0 where no token came; `prefill_ms` from dispatch on.
+
+    `batch_wait_ms` is the part of `queue_ms` in which the model was free and the policy held requests for company.
+    """
 
     queue_ms: float
     prefill_ms: float
     ttft_ms: float
     total_ms: float
+    batch_wait_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The live requests of an engine: from a place in the queue to exactly one terminal event each."""
 
 import secrets
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from math import inf
 
 import trio
@@ -58,9 +59,34 @@ class Requests:
         self._hand_over = hand_over
         self._fairness = FairShare()
         self._last_key = 0
+        # A clock that runs only while the policy holds requests although the model is free; and its reading when each
+        # waiting request came.
+        self._held_s = 0.0
+        self._holding_since_s: float | None = None
+        self._held_before_s: dict[int, float] = {}
 
     def __repr__(self) -> str:
         return f"<Requests {len(self.waiting)} waiting, {len(self.live) - len(self.waiting)} started>"
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """While this lasts the policy holds the waiting requests for company."""
+        self._holding_since_s = trio.current_time()
+        try:
+            yield
+        finally:
+            self._held_s, self._holding_since_s = self._hold_clock_s(), None
+
+    def _hold_clock_s(self) -> float:
+        since_s = self._holding_since_s
+        return self._held_s + (0.0 if since_s is None else trio.current_time() - since_s)
+
+    def start(self, key: int) -> None:
+        """This request's first step begins now."""
+        generation = self.live[key]
+        generation.started_s = trio.current_time()
+        generation.batch_wait_s = self._hold_clock_s() - self._held_before_s[key]
+        self.leave_queue(key)
 
     def settle(self) -> None:
         """Slots that became free: what waited for that is told now."""
@@ -107,6 +133,7 @@ class Requests:
         )
         stream.accept(Accepted(request.id, len(prompt_ids), len(self.waiting), seed))
         self.waiting[key] = work
+        self._held_before_s[key] = self._hold_clock_s()
         self._hand_over(work)
         queue_ms = min(request.queue_timeout_ms or inf, request.timeout_ms or inf, self._config.queue_timeout_ms)
         self.timers.add(arrived_s + queue_ms / 1000, key)
@@ -150,6 +177,7 @@ class Requests:
 
     def leave_queue(self, key: int) -> None:
         """This request starts, or ends without ever having started: its place is free."""
+        del self._held_before_s[key]
         self._admission.leave(len(self.waiting.pop(key).token_ids))
         self._fairness.leave(self.live[key].client)
 

@@ -412,7 +412,7 @@ def test_json_text_is_compact_and_readable() -> None:
 
 
 def test_a_finished_frame_has_its_parts_as_maps() -> None:
-    finished = Finished(1, "stop", "", Usage(3, 4), Timing(1.0, 2.0, 3.0, 4.0), BatchReport(2, 1.5, 10, 7, 0.0))
+    finished = Finished(1, "stop", "", Usage(3, 4), Timing(1.0, 2.0, 3.0, 4.0, 0.5), BatchReport(2, 1.5, 10, 7, 0.0))
     data = JSON.encode_server(finished)
     assert json.loads(data) == {
         "type": "finished",
@@ -420,6 +420,6 @@ def test_a_finished_frame_has_its_parts_as_maps() -> None:
         "finish_reason": "stop",
         "text": "",
         "usage": {"prompt_tokens": 3, "completion_tokens": 4, "cached_tokens": 0},
-        "timing": {"queue_ms": 1.0, "prefill_ms": 2.0, "ttft_ms": 3.0, "total_ms": 4.0},
+        "timing": {"queue_ms": 1.0, "prefill_ms": 2.0, "ttft_ms": 3.0, "total_ms": 4.0, "batch_wait_ms": 0.5},
         "batch": {"max_size": 2, "mean_size": 1.5, "issued_tokens": 10, "useful_tokens": 7, "hol_delay_ms": 0.0},
     }

@@ -105,7 +105,7 @@ server_messages = st.one_of(
         finish_reason=st.sampled_from(["stop", "length", "cancelled", "timeout", "shutdown"]),
         text=texts,
         usage=st.builds(Usage, prompt_tokens=counts, completion_tokens=counts, cached_tokens=counts),
-        timing=st.builds(Timing, queue_ms=sizes, prefill_ms=sizes, ttft_ms=sizes, total_ms=sizes),
+        timing=st.builds(Timing, queue_ms=sizes, prefill_ms=sizes, ttft_ms=sizes, total_ms=sizes, batch_wait_ms=sizes),
         batch=st.builds(
             BatchReport,
             max_size=counts,
