@@ -63,7 +63,11 @@ class Settings:
 class EngineConfig(Settings):
     """The model, how its requests are batched, and how many may wait."""
 
-    model: str = setting("demo", "Hugging Face id, local directory, .gguf file, `demo`, or `simulated` (no model)")
+    model: str = setting(
+        "demo",
+        "Hugging Face id, local directory, .gguf file, `demo`, or `simulated[:tau_ms=…,alpha_ms=…,beta_ms=…]`: none, "
+        "steps that take tau + alpha a decode row + beta a prompt token",
+    )
     dtype: str = setting("auto", "type of the computation", choices=("auto", "float32", "bfloat16", "float16"))
     device: str = setting("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     threads: int | None = setting(None, "threads of the model; default: torch's own choice", least=1, most=1024)
@@ -71,8 +75,12 @@ class EngineConfig(Settings):
         None, "longest prompt plus output, in tokens; default: what the model was made for", least=2
     )
 
-    scheduler: SchedulerName = setting("dynamic", "dynamic: padded batches run to completion", choices=("dynamic",))
-    max_batch_size: int = setting(8, "rows in a batch at most", least=1, most=4096)
+    scheduler: SchedulerName = setting(
+        "dynamic",
+        "dynamic: padded batches run to completion; continuous: rows join and leave at every step",
+        choices=("dynamic", "continuous"),
+    )
+    max_batch_size: int = setting(32, "rows in a batch at most", least=1, most=4096)
     max_wait_ms: float = setting(
         5.0, "dynamic: how long the oldest waiting request may be held for company", least=0, most=60_000
     )
@@ -91,11 +99,27 @@ class EngineConfig(Settings):
         False, "dynamic: drop finished rows from the batch's tensors once half of them are done"
     )
 
+    max_batch_prefill_tokens: int = setting(
+        2048, "continuous: prompt tokens in a step at most while nothing decodes", least=1
+    )
+    prefill_chunk_tokens: int = setting(
+        256, "continuous: prompt tokens in a step at most while rows decode: bounds the gap between tokens", least=1
+    )
+    max_batch_total_tokens: int = setting(32_768, "continuous: tokens held in the KV pool at most", least=256)
+    block_tokens: int = setting(16, "continuous: tokens in a KV block", least=1, most=4096)
+    prefix_cache: bool = setting(True, "continuous: share the KV blocks of equal prompt beginnings")
+
     max_queue_requests: int = setting(256, "requests waiting at most", least=1)
     max_queue_tokens: int = setting(262_144, "prompt tokens waiting at most", least=1)
     queue_timeout_ms: int = setting(60_000, "a request's longest time in the queue", least=1, most=86_400_000)
     max_unsent_tokens: int = setting(
         4096, "tokens a client may leave unread before its request is ended with slow_consumer", least=1
+    )
+    ttft_slo_ms: float | None = setting(
+        None, "refuse a request whose predicted time to first token is over this; default: never", least=1
+    )
+    itl_slo_ms: float | None = setting(
+        None, "refuse a request that would make a decode step longer than this; default: never", least=1
     )
     step_stall_s: float = setting(
         120.0, "a model step longer than this declares the engine dead", least=0.1, most=86_400
@@ -104,6 +128,11 @@ class EngineConfig(Settings):
     def __post_init__(self) -> None:
         """Check every field, then what no single field shows."""
         super().__post_init__()
+        if self.max_batch_prefill_tokens < self.prefill_chunk_tokens:
+            raise ValueError(
+                f"EngineConfig.max_batch_prefill_tokens is {self.max_batch_prefill_tokens}: must be at least "
+                f"prefill_chunk_tokens {self.prefill_chunk_tokens}"
+            )
         if list(self.length_buckets) != sorted(set(self.length_buckets)):
             raise ValueError(f"EngineConfig.length_buckets is {self.length_buckets!r}: must be strictly increasing")
 

@@ -1,11 +1,15 @@
 """`open_engine`: from a configuration to a running engine, and down again."""
 
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 import trio
 
 from wsbatch.batch_engine import BatchEngine
+from wsbatch.batching.blocks import BlockPool
+from wsbatch.batching.continuous import ContinuousScheduler
 from wsbatch.batching.dynamic import DynamicScheduler, DynamicSettings
 from wsbatch.batching.scheduler import Scheduler
 from wsbatch.config import EngineConfig
@@ -13,6 +17,9 @@ from wsbatch.steps import Model, ModelInfo
 from wsbatch.text import ByteText, TextCodec
 from wsbatch.tokenising import Tokenising
 from wsbatch.worker import ThreadWorker
+
+if TYPE_CHECKING:
+    from wsbatch.model.simulated import StepCosts
 
 Progress = Callable[[str, int, int], None]
 """Told (stage, done, total) while a model is fetched or converted, from the model's thread."""
@@ -50,7 +57,7 @@ async def open_engine(
                 worker=worker,
                 codec=codec,
                 tokenise=Tokenising(codec, info.max_model_len),
-                max_request_tokens=info.max_model_len,
+                max_request_tokens=max_request_tokens(config, info),
             )
             nursery.start_soon(engine.run)
             yield engine
@@ -67,6 +74,13 @@ async def open_engine(
 
 def make_scheduler(config: EngineConfig, *, now_s: float) -> Scheduler:
     """The scheduler that a configuration asks for."""
+    if config.scheduler == "continuous":
+        return ContinuousScheduler(
+            max_batch_size=config.max_batch_size,
+            max_batch_prefill_tokens=config.max_batch_prefill_tokens,
+            prefill_chunk_tokens=config.prefill_chunk_tokens,
+            pool=BlockPool(_total_blocks(config), config.block_tokens, prefix_cache=config.prefix_cache),
+        )
     return DynamicScheduler(
         DynamicSettings(
             max_batch_size=config.max_batch_size,
@@ -81,14 +95,28 @@ def make_scheduler(config: EngineConfig, *, now_s: float) -> Scheduler:
     )
 
 
+def max_request_tokens(config: EngineConfig, info: ModelInfo) -> int:
+    """Prompt plus output of one request at most: what the model was made for, and what the KV pool holds."""
+    if config.scheduler == "continuous":
+        return min(info.max_model_len, _total_blocks(config) * config.block_tokens)
+    return info.max_model_len
+
+
+def _total_blocks(config: EngineConfig) -> int:
+    return config.max_batch_total_tokens // config.block_tokens
+
+
 def _load(config: EngineConfig, progress: Progress | None) -> tuple[Model, TextCodec]:
     """The model and its text codec; runs on the model's thread, and imports torch only here."""
-    if config.model == "simulated":
-        from wsbatch.model.simulated import SimulatedModel, StepCosts
+    name, _, costs = config.model.partition(":")
+    if name == "simulated":
+        from wsbatch.model.simulated import SimulatedModel
 
-        return SimulatedModel(StepCosts(), max_model_len=config.max_model_len or 8192), ByteText()
+        simulated = SimulatedModel(
+            _step_costs(costs), max_model_len=config.max_model_len or 8192, block_tokens=config.block_tokens
+        )
+        return simulated, ByteText()
     from wsbatch.model.loading import load
-    from wsbatch.model.padded import PaddedModel
     from wsbatch.text import HuggingFaceText
 
     loaded = load(
@@ -99,4 +127,31 @@ def _load(config: EngineConfig, progress: Progress | None) -> tuple[Model, TextC
         max_model_len=config.max_model_len,
         progress=progress,
     )
-    return PaddedModel(loaded), HuggingFaceText(loaded.directory)
+    codec = HuggingFaceText(loaded.directory)
+    if config.scheduler == "continuous":
+        from wsbatch.model.paged import PagedModel
+
+        return PagedModel(loaded, total_blocks=_total_blocks(config), block_tokens=config.block_tokens), codec
+    from wsbatch.model.padded import PaddedModel
+
+    return PaddedModel(loaded), codec
+
+
+def _step_costs(text: str) -> "StepCosts":
+    """The costs in `simulated:tau_ms=10,alpha_ms=1,beta_ms=0.5`: of a step, a decode row, a prompt token."""
+    from wsbatch.model.simulated import StepCosts
+
+    costs: dict[str, float] = {}
+    for part in text.split(",") if text else ():
+        name, _, value = part.strip().partition("=")
+        try:
+            milliseconds = float(value)
+        except ValueError:
+            milliseconds = -1.0
+        if name not in ("tau_ms", "alpha_ms", "beta_ms") or not 0 <= milliseconds < math.inf:
+            raise ValueError(
+                f"EngineConfig.model is 'simulated:{text}': {part!r} must be tau_ms, alpha_ms or beta_ms, `=`, and "
+                "milliseconds from 0 on"
+            )
+        costs[name.removesuffix("_ms") + "_s"] = milliseconds / 1000
+    return StepCosts(**costs)

@@ -9,7 +9,7 @@ from wsbatch.batch_engine import BatchEngine
 from wsbatch.config import EngineConfig
 from wsbatch.errors import StepFailed
 from wsbatch.model.simulated import SimulatedModel, StepCosts
-from wsbatch.opening import make_scheduler
+from wsbatch.opening import make_scheduler, max_request_tokens
 from wsbatch.steps import PaddedStart, PagedStep, StepPlan, StepResult
 from wsbatch.text import ByteText
 from wsbatch.tokenising import Tokenising
@@ -54,7 +54,9 @@ async def open_virtual_engine(
     config: EngineConfig, costs: StepCosts | None = None
 ) -> AsyncIterator[tuple[BatchEngine, VirtualWorker]]:
     """A running engine over a simulated model, and its worker to look into."""
-    model = SimulatedModel(costs or StepCosts(), max_model_len=config.max_model_len or 8192)
+    model = SimulatedModel(
+        costs or StepCosts(), max_model_len=config.max_model_len or 8192, block_tokens=config.block_tokens
+    )
     worker = VirtualWorker(model)
     codec = ByteText()
     engine = BatchEngine(
@@ -64,7 +66,7 @@ async def open_virtual_engine(
         worker=worker,
         codec=codec,
         tokenise=Tokenising(codec, model.info.max_model_len, run=tokenise_here),
-        max_request_tokens=model.info.max_model_len,
+        max_request_tokens=max_request_tokens(config, model.info),
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(engine.run)
