@@ -1,0 +1,96 @@
+"""What the commands that ask a server have in common: its address, how to sample, Ctrl-C."""
+
+import argparse
+import signal
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+
+import trio
+
+from wsbatch.cli.parsing import TOKEN_VARIABLE, token_from_environment
+from wsbatch.cli.settings import number, whole_number
+from wsbatch.client import Client, connect
+from wsbatch.messages import SamplingParams
+
+DEFAULT_URL = "ws://127.0.0.1:8765"
+
+
+def add_connection_flags(parser: argparse.ArgumentParser) -> None:
+    """Where the server is, and what it wants to be shown."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--url", default=DEFAULT_URL, help=f"ws:// or wss:// address (default: {DEFAULT_URL})")
+    group.add_argument(
+        "--token", default=token_from_environment(), help=f"the server's auth token (default: ${TOKEN_VARIABLE})"
+    )
+    group.add_argument(
+        "--cafile", metavar="FILE", help="wss: trust this certificate (PEM), not the system's authorities"
+    )
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, defaults: SamplingParams) -> None:
+    """How tokens are chosen. The server checks the values: it knows its model's bounds."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--max-tokens",
+        type=whole_number,
+        metavar="N",
+        default=defaults.max_tokens,
+        help="tokens generated at most (default: %(default)s)",
+    )
+    group.add_argument(
+        "--temperature",
+        type=number,
+        metavar="X",
+        default=defaults.temperature,
+        help="0 is greedy; higher is more varied (default: %(default)s)",
+    )
+    group.add_argument(
+        "--top-p",
+        type=number,
+        metavar="X",
+        default=defaults.top_p,
+        help="choose among the likeliest tokens that together reach this probability (default: %(default)s)",
+    )
+    group.add_argument(
+        "--top-k",
+        type=whole_number,
+        metavar="N",
+        default=defaults.top_k,
+        help="choose among the N likeliest tokens; 0: among all (default: %(default)s)",
+    )
+    group.add_argument(
+        "--seed", type=whole_number, metavar="N", help="repeats a run; the server draws one where none is given"
+    )
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", default=[], help="end before this text; may be given several times"
+    )
+
+
+def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
+    """What `add_sampling_flags` was given."""
+    return SamplingParams(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+        stop=tuple(arguments.stop),
+    )
+
+
+def dial(arguments: argparse.Namespace, *, retries: int = 0) -> AbstractAsyncContextManager[Client]:
+    """`connect` as the connection flags say. Raises OSError for a --cafile that cannot be read."""
+    context = None if arguments.cafile is None else ssl.create_default_context(cafile=arguments.cafile)
+    return connect(arguments.url, auth_token=arguments.token, ssl_context=context, retries=retries)
+
+
+@contextmanager
+def on_interrupt(act: Callable[[], object]) -> Iterator[None]:
+    """Within the block, Ctrl-C calls `act` on the event loop instead of raising KeyboardInterrupt anywhere."""
+    token = trio.lowlevel.current_trio_token()
+    previous = signal.signal(signal.SIGINT, lambda number, frame: token.run_sync_soon(act))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)

