@@ -97,7 +97,12 @@ class Session:
         self._deaf = False  # nothing that arrives is acted on any more
 
     def __repr__(self) -> str:
-        return f"<Session {len(self._live)} live, {len(self._ready)} ready, {len(self._answers)} answers unsent>"
+        return f"<Session {len(self._live)} live, {len(self._ready)} ready, {self.backlog} answers unsent>"
+
+    @property
+    def backlog(self) -> int:
+        """Answers that no stream sends (errors, pongs) and the client has not read."""
+        return len(self._answers)
 
     async def run(self) -> None:
         """Serve the connection until either side ends it. Leaves no live request and no open connection behind."""

@@ -1,0 +1,388 @@
+"""One connection's session, in virtual time and in memory."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+import trio
+
+from wsbatch.config import ServerConfig
+from wsbatch.errors import Draining, EngineDead, ModelError, QueueFull
+from wsbatch.messages import (
+    Accepted,
+    Cancel,
+    DrainingNotice,
+    Failed,
+    Finished,
+    GenerateRequest,
+    Hello,
+    Ping,
+    Pong,
+    Tokens,
+)
+from wsbatch.session import MAX_BACKLOG, Session
+from wsbatch.testing.connections import MemoryConnection
+from wsbatch.testing.engines import ScriptedEngine
+from wsbatch.wire import JSON, MSGPACK, Codec
+
+
+class Fixture:
+    """A running session, the client's end of it, and its engine."""
+
+    def __init__(self, codec: Codec = MSGPACK, submit_s: float = 0.0, **settings: Any) -> None:
+        self.engine = ScriptedEngine(submit_s=submit_s)
+        self.client = MemoryConnection(codec)
+        self.config = ServerConfig(**settings)
+        self.session = Session(self.client, self.engine, self.config, codec=codec)
+        self.ended = trio.Event()
+
+    async def run(self) -> None:
+        await self.session.run()
+        self.ended.set()
+
+    async def hear_all(self, count: int) -> list[Any]:
+        return [await self.client.hear() for _ in range(count)]
+
+    async def generate(self, id: int | str, prompt: str = "hi") -> Any:
+        """Ask, and return the engine's side of it."""
+        await self.client.say(GenerateRequest(id=id, prompt=prompt))
+        while not any(stream.request.id == id for stream in self.engine.live):
+            await trio.testing.wait_all_tasks_blocked()
+        return next(stream for stream in self.engine.live if stream.request.id == id)
+
+
+@asynccontextmanager
+async def session(**settings: Any) -> AsyncIterator[Fixture]:
+    """A session whose hello has been read; whatever a test leaves running must end at its disconnect, at once."""
+    fixture = Fixture(**settings)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fixture.run)
+        assert isinstance(await fixture.client.hear(), Hello)
+        yield fixture
+        fixture.client.release()
+        fixture.client.disconnect()
+        with trio.fail_after(1):
+            await fixture.ended.wait()
+    assert fixture.engine.live == []
+    assert fixture.engine.submitting == 0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with trio.fail_after(3600):
+        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+            await trio.sleep(0.01)
+
+
+@pytest.mark.parametrize("codec", [MSGPACK, JSON])
+async def test_frames_of_a_request_come_in_order(autojump_clock: trio.testing.MockClock, codec: Codec) -> None:
+    async with session(codec=codec) as fixture:
+        stream = await fixture.generate("a")
+        assert await fixture.client.hear() == Accepted("a", 2, 0, 7)
+        fixture.engine.push(stream, "x")
+        assert await fixture.client.hear() == Tokens("a", 0, (120,), "x")
+        fixture.engine.push(stream, "y")
+        fixture.engine.finish(stream)
+        assert await fixture.client.hear() == Tokens("a", 1, (121,), "y")
+        finished = await fixture.client.hear()
+        assert isinstance(finished, Finished)
+        assert finished.finish_reason == "stop"
+
+
+async def test_hello_tells_the_limits(autojump_clock: trio.testing.MockClock) -> None:
+    async with session(max_live_requests=3, max_message_bytes=2048) as fixture:
+        hello = fixture.client.frames[0]
+        assert isinstance(hello, Hello)
+        assert (hello.limits.max_live_requests, hello.limits.max_message_bytes) == (3, 2048)
+        assert (hello.limits.max_model_len, hello.model, hello.state) == (4096, "scripted", "ready")
+
+
+async def test_what_a_slow_reader_has_not_read_is_merged(autojump_clock: trio.testing.MockClock) -> None:
+    async with session() as fixture:
+        stream = await fixture.generate(1)
+        await fixture.client.hear()
+        fixture.client.hold()
+        for letter in "abcdef":
+            fixture.engine.push(stream, letter)
+            await trio.sleep(1)
+        fixture.client.release()
+        first, second = await fixture.hear_all(2)
+        assert (first.text, first.index) == ("a", 0)
+        assert (second.text, second.index) == ("bcdef", 1)
+
+
+async def test_streams_take_turns(autojump_clock: trio.testing.MockClock) -> None:
+    async with session() as fixture:
+        one, two, three = [await fixture.generate(id) for id in (1, 2, 3)]
+        await fixture.hear_all(3)
+        fixture.client.hold()
+        fixture.engine.push(one)
+        await trio.sleep(1)  # the writer is held with this frame of the first
+        for stream in (one, one, two, three, one):
+            fixture.engine.push(stream)
+        fixture.client.release()
+        frames = await fixture.hear_all(4)
+        assert [(frame.id, len(frame.token_ids)) for frame in frames] == [(1, 1), (1, 3), (2, 1), (3, 1)]
+        fixture.client.hold()
+        fixture.engine.push(three)
+        await trio.sleep(1)
+        for stream in (one, two, three, one):
+            fixture.engine.push(stream)
+        fixture.client.release()
+        assert [frame.id for frame in await fixture.hear_all(4)] == [3, 1, 2, 3]
+
+
+async def test_cancel_ends_only_its_own_request(autojump_clock: trio.testing.MockClock) -> None:
+    async with session() as fixture:
+        await fixture.generate(1)
+        await fixture.generate(2)
+        await fixture.hear_all(2)
+        await fixture.client.say(Cancel(99))  # unknown: it may just have ended
+        await fixture.client.say(Cancel(1))
+        finished = await fixture.client.hear()
+        assert (finished.id, finished.finish_reason) == (1, "cancelled")
+        assert [stream.request.id for stream in fixture.engine.live] == [2]
+
+
+async def test_a_request_cancelled_while_it_is_tokenised_gets_its_terminal_frame(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with session(submit_s=5.0) as fixture:
+        started_at = trio.current_time()
+        await fixture.client.say(GenerateRequest(id=1, prompt="long"))
+        await trio.sleep(1)
+        await fixture.client.say(Cancel(1))
+        accepted, finished = await fixture.hear_all(2)
+        assert isinstance(accepted, Accepted)
+        assert finished.finish_reason == "cancelled"
+        assert trio.current_time() - started_at == pytest.approx(5.0)
+
+
+async def test_a_long_tokenising_blocks_nobody(autojump_clock: trio.testing.MockClock) -> None:
+    async with session(submit_s=5.0) as fixture:
+        await fixture.client.say(GenerateRequest(id=1, prompt="long"))
+        await fixture.client.say(Ping(1))
+        with trio.fail_after(1):
+            assert await fixture.client.hear() == Pong(1)
+
+
+@pytest.mark.parametrize("submit_s", [0.0, 50.0], ids=["queued", "in submit"])
+async def test_a_disconnect_cancels_everything_within_a_second(
+    autojump_clock: trio.testing.MockClock, submit_s: float
+) -> None:
+    async with session(submit_s=submit_s) as fixture:
+        for id in range(5):
+            await fixture.client.say(GenerateRequest(id=id, prompt="x"))
+        await until(lambda: len(fixture.engine.live) + fixture.engine.submitting == 5)
+        gone_at = trio.current_time()
+        fixture.client.disconnect()
+        await fixture.ended.wait()
+        assert trio.current_time() - gone_at < 1
+        assert (fixture.engine.live, fixture.engine.submitting) == ([], 0)
+
+
+async def test_a_disconnect_is_seen_behind_a_blocked_writer(autojump_clock: trio.testing.MockClock) -> None:
+    async with session() as fixture:
+        stream = await fixture.generate(1)
+        await fixture.client.hear()
+        fixture.client.hold()
+        fixture.engine.push(stream)
+        await trio.sleep(1)
+        gone_at = trio.current_time()
+        fixture.client.disconnect()
+        await fixture.ended.wait()
+        assert trio.current_time() - gone_at < 1
+        assert fixture.engine.live == []
+
+
+async def test_an_id_is_refused_while_it_is_live_and_free_afterwards(autojump_clock: trio.testing.MockClock) -> None:
+    async with session() as fixture:
+        stream = await fixture.generate("a")
+        await fixture.client.hear()
+        await fixture.client.say(GenerateRequest(id="a", prompt="again"))
+        refused = await fixture.client.hear()
+        assert (refused.code, refused.status, refused.id) == ("duplicate_id", 409, "a")
+        assert stream.live
+        fixture.engine.finish(stream)
+        await fixture.client.hear()
+        await fixture.generate("a")
+        assert isinstance(await fixture.client.hear(), Accepted)
+
+
+async def test_an_id_is_taken_while_its_request_is_tokenised(autojump_clock: trio.testing.MockClock) -> None:
+    async with session(submit_s=5.0) as fixture:
+        await fixture.client.say(GenerateRequest(id="a", prompt="x"))
+        await fixture.client.say(GenerateRequest(id="a", prompt="x"))
+        refused = await fixture.client.hear()
+        assert refused.code == "duplicate_id"
+
+
+async def test_live_requests_of_a_connection_are_bounded(autojump_clock: trio.testing.MockClock) -> None:
+    async with session(max_live_requests=2) as fixture:
+        first = await fixture.generate(1)
+        await fixture.generate(2)
+        await fixture.hear_all(2)
+        await fixture.client.say(GenerateRequest(id=3, prompt="x"))
+        refused = await fixture.client.hear()
+        assert (refused.code, refused.status, refused.id) == ("quota", 429, 3)
+        fixture.engine.finish(first)
+        await fixture.client.hear()
+        await fixture.generate(3)
+
+
+async def test_a_refusal_of_the_engine_is_one_error_frame(autojump_clock: trio.testing.MockClock) -> None:
+    async with session() as fixture:
+        fixture.engine.refuse = QueueFull("256 requests wait, the most allowed", retry_after_ms=250)
+        await fixture.client.say(GenerateRequest(id=1, prompt="x"))
+        assert await fixture.client.hear() == Failed(1, "queue_full", 503, "256 requests wait, the most allowed", 250)
+        fixture.engine.refuse = None
+        await fixture.generate(1)
+        assert isinstance(await fixture.client.hear(), Accepted)
+
+
+async def test_a_failing_request_is_one_error_frame_after_its_tokens(autojump_clock: trio.testing.MockClock) -> None:
+    async with session() as fixture:
+        stream = await fixture.generate(1)
+        fixture.engine.push(stream, "x")
+        fixture.engine.fail(stream, ModelError("the model failed"))
+        accepted, tokens, failed = await fixture.hear_all(3)
+        assert isinstance(accepted, Accepted)
+        assert tokens.text == "x"
+        assert failed.code == "model_error"
+
+
+async def test_a_bad_field_costs_its_request_only(autojump_clock: trio.testing.MockClock) -> None:
+    async with session(codec=JSON) as fixture:
+        await fixture.client.say('{"type": "generate", "id": 4, "prompt": "x", "max_tokens": -1}')
+        refused = await fixture.client.hear()
+        assert (refused.id, refused.code) == (4, "bad_request")
+        assert "max_tokens" in refused.message
+        await fixture.generate(4)
+        await fixture.client.hear()
+        # The same with a live id must not read as that request's end.
+        await fixture.client.say('{"type": "generate", "id": 4, "prompt": "x", "max_tokens": -1}')
+        refused = await fixture.client.hear()
+        assert (refused.id, refused.code) == (4, "duplicate_id")
+
+
+async def test_a_fatal_frame_ends_the_connection_after_every_terminal_frame(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with session() as fixture:
+        stream = await fixture.generate(1)
+        await fixture.client.hear()
+        fixture.engine.push(stream, "x")
+        await fixture.client.say(b"\xc1 not msgpack")
+        await until(lambda: fixture.client.closed is not None)
+        assert fixture.client.closed is not None
+        assert fixture.client.closed[0] == 1007
+        frames = fixture.client.frames[2:]
+        assert sorted(type(frame).__name__ for frame in frames) == ["Failed", "Finished", "Tokens"]
+        assert [frame.finish_reason for frame in frames if isinstance(frame, Finished)] == ["cancelled"]
+
+
+async def test_a_client_that_stops_reading_is_aborted_after_the_send_timeout(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with session(send_timeout_s=30.0) as fixture:
+        stream = await fixture.generate(1)
+        await fixture.client.hear()
+        fixture.client.hold()
+        fixture.engine.push(stream)
+        stuck_at = trio.current_time()
+        await fixture.ended.wait()
+        assert trio.current_time() - stuck_at == pytest.approx(30.0)
+        assert fixture.client.aborted
+        assert fixture.client.closed is None
+        assert fixture.engine.live == []
+
+
+async def test_time_between_frames_does_not_count_towards_the_send_timeout(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with session(send_timeout_s=5.0) as fixture:
+        stream = await fixture.generate(1)
+        await fixture.client.hear()
+        await trio.sleep(1000)
+        fixture.engine.push(stream)
+        assert isinstance(await fixture.client.hear(), Tokens)
+
+
+async def test_a_flood_of_answers_that_nobody_reads_is_bounded(autojump_clock: trio.testing.MockClock) -> None:
+    async with session(close_timeout_s=3.0) as fixture:
+        fixture.client.hold()
+        started_at = trio.current_time()
+        most = 0
+        with suppress(trio.BrokenResourceError):
+            for nonce in range(20_000):
+                await fixture.client.say(Ping(nonce))
+                most = max(most, fixture.session.backlog)
+        await fixture.ended.wait()
+        assert most == MAX_BACKLOG
+        assert fixture.client.aborted
+        assert trio.current_time() - started_at == pytest.approx(3.0)
+
+
+async def test_a_flood_that_is_read_slowly_is_closed_with_1008(autojump_clock: trio.testing.MockClock) -> None:
+    async with session() as fixture:
+        fixture.client.hold()
+        for nonce in range(MAX_BACKLOG + 10):
+            await fixture.client.say(Ping(nonce))
+        await trio.sleep(1)
+        fixture.client.release()
+        await until(lambda: fixture.client.closed is not None)
+        assert fixture.client.closed == (1008, "too many answers left unread")
+        assert len(fixture.client.frames) <= MAX_BACKLOG + 2
+
+
+async def test_draining_waits_for_the_live_and_closes_with_1001(autojump_clock: trio.testing.MockClock) -> None:
+    async with session() as fixture:
+        stream = await fixture.generate(1)
+        await fixture.client.hear()
+        fixture.session.drain(5000)
+        assert await fixture.client.hear() == DrainingNotice(5000)
+        fixture.engine.refuse = Draining("the server is shutting down", retry_after_ms=1000)
+        await fixture.client.say(GenerateRequest(id=2, prompt="x"))
+        assert (await fixture.client.hear()).code == "draining"
+        await trio.sleep(3)
+        assert fixture.client.closed is None
+        fixture.engine.finish(stream)
+        assert isinstance(await fixture.client.hear(), Finished)
+        await fixture.ended.wait()
+        assert fixture.client.closed == (1001, "drained")
+
+
+async def test_an_idle_connection_drains_at_once(autojump_clock: trio.testing.MockClock) -> None:
+    async with session() as fixture:
+        fixture.session.drain(5000)
+        await fixture.ended.wait()
+        assert fixture.client.frames[1:] == [DrainingNotice(5000)]
+        assert fixture.client.closed == (1001, "drained")
+
+
+async def test_end_is_bounded_also_behind_a_blocked_writer(autojump_clock: trio.testing.MockClock) -> None:
+    async with session(send_timeout_s=600.0) as fixture:
+        stream = await fixture.generate(1)
+        await fixture.client.hear()
+        fixture.client.hold()
+        fixture.engine.push(stream)
+        await trio.sleep(1)
+        ended_at = trio.current_time()
+        fixture.session.end(1011, "the engine died", within_s=2.0)
+        await fixture.ended.wait()
+        assert trio.current_time() - ended_at == pytest.approx(2.0)
+        assert fixture.client.aborted
+
+
+async def test_a_dead_engine_still_gives_every_request_its_terminal_frame(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with session() as fixture:
+        for id in (1, 2):
+            await fixture.generate(id)
+        await fixture.hear_all(2)
+        fixture.engine.die("the model thread died")
+        frames = await fixture.hear_all(2)
+        assert {(frame.id, frame.code) for frame in frames} == {(1, "engine_dead"), (2, "engine_dead")}
+        await fixture.client.say(GenerateRequest(id=3, prompt="x"))
+        assert (await fixture.client.hear()).code == EngineDead.code

@@ -1,0 +1,88 @@
+"""One end of a WebSocket without a WebSocket: what a `Session` talks to, in a test's hands."""
+
+import trio
+
+from wsbatch.messages import ClientMessage, ServerMessage
+from wsbatch.session import Disconnected
+from wsbatch.wire import MSGPACK, Codec
+
+
+class MemoryConnection:
+    """Implements `session.Connection`. The test is the client: `say`, `hear`, `hold`, `disconnect`.
+
+    Attributes:
+        closed: (code, reason) once the session has closed it.
+        aborted: whether the session has aborted it.
+        frames: messages sent so far, decoded.
+    """
+
+    def __init__(self, codec: Codec | None = None) -> None:
+        self.subprotocol = codec.subprotocol if codec else None
+        self.closed: tuple[int, str] | None = None
+        self.aborted = False
+        self.frames: list[ServerMessage] = []
+        self._codec = codec or MSGPACK
+        self._send, self._receive = trio.open_memory_channel[bytes | str](1)
+        self._heard = 0
+        self._changed = trio.Event()
+        self._open_gate = trio.Event()
+        self._open_gate.set()
+
+    async def say(self, message: ClientMessage | bytes | str) -> None:
+        """Send to the session; waits until it is read, but for the last one. Raises BrokenResourceError at its end."""
+        await self._send.send(message if isinstance(message, bytes | str) else self._codec.encode_client(message))
+
+    async def hear(self) -> ServerMessage:
+        """Wait for the session's next message."""
+        while len(self.frames) <= self._heard:
+            await self._changed.wait()
+        self._heard += 1
+        return self.frames[self._heard - 1]
+
+    def hold(self) -> None:
+        """Read no more: the next `send` blocks."""
+        self._open_gate = trio.Event()
+
+    def release(self) -> None:
+        """Read again."""
+        self._open_gate.set()
+
+    def disconnect(self) -> None:
+        """Vanish."""
+        self._send.close()
+
+    async def receive(self) -> bytes | str:
+        """See `session.Connection`."""
+        try:
+            return await self._receive.receive()
+        except (trio.EndOfChannel, trio.ClosedResourceError):
+            raise Disconnected from None
+
+    async def send(self, message: bytes | str) -> None:
+        """See `session.Connection`."""
+        if self.closed or self.aborted:
+            raise Disconnected
+        await trio.lowlevel.checkpoint()
+        await self._open_gate.wait()
+        frame = self._codec.decode_server(message)
+        assert frame is not None
+        self.frames.append(frame)
+        self._notify()
+
+    async def close(self, code: int, reason: str) -> None:
+        """See `session.Connection`."""
+        await trio.lowlevel.checkpoint()
+        self.closed = self.closed or (code, reason)
+        self._receive.close()
+        self._notify()
+
+    async def abort(self) -> None:
+        """See `session.Connection`."""
+        await trio.lowlevel.checkpoint()
+        self.aborted = True
+        self._receive.close()
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
