@@ -84,7 +84,7 @@ class BatchEngine:
         self._draining = False
         self._death: EngineDead | None = None
         self._died = trio.Event()
-        self.metrics.watch(lambda: self._scheduler.running, lambda: len(self._requests.waiting))
+        self.metrics.watch(lambda: self._scheduler.running, lambda: len(self._requests.waiting), self._scheduler.cache)
 
     def __repr__(self) -> str:
         return f"<BatchEngine {self.state}: {self._scheduler!r}, {self._intake.admission!r}>"

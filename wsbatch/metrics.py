@@ -3,11 +3,15 @@
 Names follow vLLM's with the prefix `wsbatch_`, so dashboards carry over by a search and replace.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from wsbatch.batching.accounting import StepCost
+from wsbatch.batching.scheduler import CacheStats
 from wsbatch.messages import Finished
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -15,6 +19,27 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TPOT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 _SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class _CacheCollector(Collector):
+    """The KV pool's numbers, read from the scheduler when they are asked for."""
+
+    def __init__(self, cache: Callable[[], CacheStats | None]) -> None:
+        self._cache = cache
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._cache()
+        if stats is None:
+            return
+        usage = stats.used_blocks / stats.total_blocks
+        yield GaugeMetricFamily("wsbatch_kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1", usage)
+        for name, text, value in (
+            ("num_preemptions", "Running requests that gave way to others", stats.preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.queried_tokens),
+            ("prefix_cache_hits", "Prompt tokens found there", stats.hit_tokens),
+            ("prefix_cache_evictions", "Cached KV blocks given up for new use", stats.evictions),
+        ):
+            yield CounterMetricFamily(f"wsbatch_{name}", text, value)
 
 
 class EngineMetrics:
@@ -59,10 +84,13 @@ class EngineMetrics:
             "wsbatch_slot_utilization", "Live rows over rows computed, last decode step", registry=self.registry
         )
 
-    def watch(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
-        """Read the two gauges from these functions at every scrape."""
+    def watch(
+        self, running: Callable[[], float], waiting: Callable[[], float], cache: Callable[[], CacheStats | None]
+    ) -> None:
+        """Read the gauges, and the KV pool's numbers where there is one, from these functions at every scrape."""
         self.num_requests_running.set_function(running)
         self.num_requests_waiting.set_function(waiting)
+        self.registry.register(_CacheCollector(cache))
 
     def observe_step(self, cost: StepCost) -> None:
         """Count one step."""

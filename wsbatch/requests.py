@@ -7,6 +7,7 @@ from math import inf
 
 import trio
 
+from wsbatch.batching.accounting import RowReport
 from wsbatch.batching.admission import Admission
 from wsbatch.batching.fairness import FairShare
 from wsbatch.batching.queue import Work
@@ -95,7 +96,7 @@ class Requests:
             generation = self.live.pop(release.key)
             self._metrics.hol_delay.observe(release.hol_delay_s)
             if generation.stream.live:
-                self._tell(generation, release.hol_delay_s, now_s)
+                self._tell(generation, release.report, release.hol_delay_s, now_s)
 
     def enqueue(
         self,
@@ -147,11 +148,10 @@ class Requests:
         if generation.reason is None:
             generation.reason = reason
         if not at_release:
-            self._tell(generation, 0.0, trio.current_time())
+            self._tell(generation, self._scheduler.report(generation.key), 0.0, trio.current_time())
         self._end(generation.key)
 
-    def _tell(self, generation: Generation, hol_delay_s: float, now_s: float) -> None:
-        report = self._scheduler.report(generation.key)
+    def _tell(self, generation: Generation, report: RowReport | None, hol_delay_s: float, now_s: float) -> None:
         finished = generation.finished(report, hol_delay_s=hol_delay_s, now_s=now_s)
         self._metrics.observe_finished(finished)
         generation.stream.finish(finished)

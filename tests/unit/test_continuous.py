@@ -394,7 +394,7 @@ def test_only_those_that_ran_are_released_and_each_once() -> None:
     assert step(batch)[0][0] == 2
 
 
-def test_a_report_lasts_until_the_release() -> None:
+def test_a_report_goes_out_with_the_release() -> None:
     batch = scheduler()
     add(batch, 1, 3, max_new=2)
     add(batch, 2, 5)
@@ -405,12 +405,12 @@ def test_a_report_lasts_until_the_release() -> None:
     add(batch, 3, 4)
     step(batch)
     batch.end(1, 0.0)
-    report = batch.report(1)
+    assert batch.report(1) is None
+    (release,) = batch.releases()
+    report = release.report
     assert report is not None
     assert (report.max_size, report.mean_size) == (3, 2.5)
     assert (report.issued_tokens, report.useful_tokens, report.cached_tokens) == (8 + 6, 14, 0)
-    batch.releases()
-    assert batch.report(1) is None
 
 
 def test_seven_short_rows_beside_a_long_one_waste_nothing() -> None:

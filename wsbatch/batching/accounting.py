@@ -101,9 +101,11 @@ class Ledger:
         if key not in self._company:
             self._company[key] = _Company(*self._sums(), cached_tokens=cached_tokens)
 
-    def leave(self, key: int) -> None:
-        """Forget the request; it may be unknown."""
+    def leave(self, key: int) -> RowReport | None:
+        """Forget the request; its last report."""
+        report = self.report(key)
         self._company.pop(key, None)
+        return report
 
     def record(self, cost: StepCost, keys: Iterable[int]) -> None:
         """Count one step that these requests took part in."""

@@ -14,7 +14,7 @@ from wsbatch.batching.accounting import Ledger, RowReport, StepCost
 from wsbatch.batching.blocks import BlockPool
 from wsbatch.batching.queue import WaitingQueue, Work
 from wsbatch.batching.rows import Row, Rows
-from wsbatch.batching.scheduler import Decision, Idle, Release, RowToken, Step, StepOutcome
+from wsbatch.batching.scheduler import CacheStats, Decision, Idle, Release, RowToken, Step, StepOutcome
 from wsbatch.steps import PagedRow, PagedStep, StepResult
 
 
@@ -183,13 +183,11 @@ class ContinuousScheduler:
         row = self._live.pop(key, None)
         if row is not None:
             self._rows.leave(row)
-            self._releases.append(Release(key, 0.0))
+            self._releases.append(Release(key, 0.0, self.ledger.leave(key)))
 
     def releases(self) -> Sequence[Release]:
         """Requests that ran and ended since the last call."""
         releases, self._releases = self._releases, []
-        for release in releases:
-            self.ledger.leave(release.key)
         return releases
 
     def report(self, key: int) -> RowReport | None:
@@ -200,6 +198,19 @@ class ContinuousScheduler:
         """The request, waiting or running."""
         row = self._live.get(key)
         return self.queue.get(key) if row is None else row.work
+
+    def cache(self) -> CacheStats:
+        """The KV pool's numbers."""
+        pool = self.pool
+        return CacheStats(
+            used_blocks=pool.used,
+            cached_blocks=pool.cached,
+            total_blocks=pool.total,
+            queried_tokens=pool.queried_tokens,
+            hit_tokens=pool.hit_tokens,
+            evictions=pool.evictions,
+            preemptions=self.preemptions,
+        )
 
     def check(self) -> None:
         """Raise RuntimeError unless every block is accounted for."""

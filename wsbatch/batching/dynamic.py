@@ -203,8 +203,6 @@ class DynamicScheduler:
     def releases(self) -> Sequence[Release]:
         """Rows of batches that have ended since the last call."""
         releases, self._releases = self._releases, []
-        for release in releases:
-            self.ledger.leave(release.key)
         return releases
 
     def report(self, key: int) -> RowReport | None:
@@ -215,6 +213,9 @@ class DynamicScheduler:
         """The request, waiting or in the batch."""
         running = (row.work for row in self._rows if row.work.key == key)
         return self.queue.get(key) or next(running, None)
+
+    def cache(self) -> None:
+        """A padded batch has a cache of its own that lives and dies with it."""
 
     def _launch(self, plan: StepPlan, started: tuple[int, ...] = ()) -> Step:
         self._in_flight = plan
@@ -235,7 +236,7 @@ class DynamicScheduler:
             return
         for row in self._departed + self._rows:
             ended_s = row.ended_s if row.ended_s is not None else now_s
-            self._releases.append(Release(row.work.key, now_s - ended_s))
+            self._releases.append(Release(row.work.key, now_s - ended_s, self.ledger.leave(row.work.key)))
         self._rows, self._departed = [], []
         self._idle_since_s = now_s
         self._hazard.batch_took(now_s - self._batch_started_s)

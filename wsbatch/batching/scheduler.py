@@ -1,7 +1,7 @@
 """What the engine's loop and a scheduler say to each other. Pure data, and the protocol that both schedulers meet."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from wsbatch.batching.accounting import Ledger, RowReport, StepCost
@@ -51,11 +51,25 @@ class StepOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheStats:
+    """The KV pool now, and its counters since the start."""
+
+    used_blocks: int
+    cached_blocks: int
+    total_blocks: int
+    queried_tokens: int
+    hit_tokens: int
+    evictions: int
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """A request's slot is free: `hol_delay_s` after the request's own end (0 unless its batch ran on)."""
 
     key: int
     hol_delay_s: float
+    report: RowReport | None = field(default=None, compare=False)
 
 
 class Scheduler(Protocol):
@@ -105,7 +119,11 @@ class Scheduler(Protocol):
         ...
 
     def report(self, key: int) -> RowReport | None:
-        """The company of a request that runs or has just ended and is not yet released; None for others."""
+        """The company of a request that runs and is not yet released; None for others."""
+        ...
+
+    def cache(self) -> CacheStats | None:
+        """The KV pool's numbers; None for a scheduler without one."""
         ...
 
     def work(self, key: int) -> Work | None:
