@@ -73,6 +73,8 @@ def _literal(token: object) -> str | None:
 
 def _special(config: dict[str, Any]) -> Iterator[str]:
     for name, value in config.items():
+        if name == "pad_token":  # may be any word that is at hand; if it is a special token, another place says so
+            continue
         if name.endswith("_token"):
             tokens = [value]
         elif name in ("additional_special_tokens", "extra_special_tokens"):
