@@ -198,13 +198,12 @@ class BatchEngine:
             with trio.fail_after(self._config.step_stall_s):
                 result, failed = await run_step(self._worker, step.plan)
         except StepFailed as error:
-            for key in self._scheduler.abort(trio.current_time()):
-                self._requests.fail(key, ModelError(f"the model failed: {error}"))
+            self._requests.fail(self._scheduler.abort(trio.current_time()), ModelError(f"the model failed: {error}"))
         except trio.TooSlowError:
             raise EngineDead(f"a model step made no progress for {self._config.step_stall_s} s") from None
         else:
             for key, cause in failed.items():
-                self._requests.fail(key, ModelError(f"the model failed: {cause}"))
+                self._requests.fail([key], ModelError(f"the model failed: {cause}"))
             self._deliver(self._scheduler.complete(result, trio.current_time()))
         self._requests.settle()
 
@@ -220,7 +219,7 @@ class BatchEngine:
                 self._requests.finish(generation, reason, at_release=not generation.request.stream)
             elif generation.stream.unsent_tokens > self._config.max_unsent_tokens:
                 bound = self._config.max_unsent_tokens
-                self._requests.fail(token.key, SlowConsumer(f"more than {bound} tokens are unread, the most allowed"))
+                self._requests.fail([token.key], SlowConsumer(f"more than {bound} tokens are unread, the most allowed"))
 
     def _closed(self) -> RequestError | None:
         if self._death:
@@ -230,5 +229,4 @@ class BatchEngine:
     def _die(self, death: EngineDead) -> None:
         self._death = death
         self._died.set()
-        for generation in self._requests.untold():
-            self._requests.fail(generation.key, death)
+        self._requests.fail([generation.key for generation in self._requests.untold()], death)

@@ -1,7 +1,7 @@
 """The live requests of an engine: from a place in the queue to exactly one terminal event each."""
 
 import secrets
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from math import inf
 
@@ -157,14 +157,18 @@ class Requests:
         generation.stream.finish(finished)
         self.ended.set()
 
-    def fail(self, key: int, error: RequestError) -> None:
-        """End a request with an error."""
-        stream = self.live[key].stream
-        if stream.live:
-            self._metrics.refused.labels(error.code).inc()
-            stream.fail(error)
-            self.ended.set()
-        self._end(key)
+    def fail(self, keys: Iterable[int], error: RequestError) -> None:
+        """End requests with an error."""
+        keys = list(keys)
+        for key in keys:
+            stream = self.live[key].stream
+            if stream.live:
+                self._metrics.refused.labels(error.code).inc()
+                stream.fail(error)
+                self.ended.set()
+        # Only then: ending one may release them all, where they shared a batch.
+        for key in keys:
+            self._end(key)
 
     def _end(self, key: int) -> None:
         """The scheduler is told; a request that never started is gone with that, others at their release."""
@@ -191,7 +195,7 @@ class Requests:
         if generation is None or not generation.stream.live:
             return
         if key in self.waiting:
-            self.fail(key, QueueTimeout("the request waited in the queue for its whole queue timeout"))
+            self.fail([key], QueueTimeout("the request waited in the queue for its whole queue timeout"))
             return
         timeout_ms = generation.request.timeout_ms
         if timeout_ms is not None and trio.current_time() >= generation.arrived_s + timeout_ms / 1000:
@@ -203,5 +207,5 @@ class Requests:
         if victim is None or victim.priority <= priority:
             return False
         retry_after_ms = self._admission.retry_after_ms()
-        self.fail(victim.key, Shed("dropped from the queue for a more urgent request", retry_after_ms=retry_after_ms))
+        self.fail([victim.key], Shed("dropped from the queue for a more urgent request", retry_after_ms=retry_after_ms))
         return True
