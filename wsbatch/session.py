@@ -94,6 +94,7 @@ class Session:
         self._writing = trio.CancelScope()
         self._closing: tuple[int, str] | None = None
         self._end_by = inf
+        self._parting = False  # the writer is in the closing handshake, during which nothing can be received
         self._deaf = False  # nothing that arrives is acted on any more
 
     def __repr__(self) -> str:
@@ -112,7 +113,8 @@ class Session:
                 await self._read(nursery)
                 # At once, not when the tasks have unwound: nobody reads these streams any more.
                 self._cancel_live()
-                nursery.cancel_scope.cancel()
+                if not self._parting:
+                    nursery.cancel_scope.cancel()
         finally:
             self._cancel_live()
 
@@ -126,7 +128,7 @@ class Session:
     def end(self, code: int, reason: str, *, within_s: float) -> None:
         """Cancel what is live, write what is left and close; after `within_s` abort."""
         self._deaf = True
-        if self._closing is None or self._closing[0] == 1001:
+        if self._closing is None or (self._closing[0] == 1001 and code != 1001):
             self._closing = (code, reason)
         self._end_by = min(self._end_by, trio.current_time() + within_s)
         self._writing.deadline = min(self._writing.deadline, self._end_by)
@@ -209,6 +211,7 @@ class Session:
         # One scope whose deadline moves: a scope a frame would cost a tenth of the frame.
         with self._writing, suppress(Disconnected):
             code, reason = await self._write_all()
+            self._parting = True
             await self._connection.close(code, reason)
         if self._writing.cancelled_caught:
             # Half a frame may be on the wire: nothing more can be said on this connection.
