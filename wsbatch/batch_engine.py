@@ -118,6 +118,7 @@ class BatchEngine:
     ) -> Stream:
         """See `Engine.submit`."""
         arrived_s = trio.current_time()
+        await trio.lowlevel.checkpoint()  # even where the tokeniser does not wait: a burst must not starve the loop
         try:
             prompt_ids = await self._intake.admit(request)
         except RequestError as error:

@@ -245,7 +245,7 @@ async def test_timeout_in_the_run_finishes_with_what_there_is(autojump_clock: Mo
 
 
 async def test_a_failing_step_ends_its_batch_and_the_engine_serves_on(autojump_clock: MockClock) -> None:
-    async with open_virtual_engine(config(max_wait_ms=0.0)) as (engine, worker):
+    async with open_virtual_engine(config(max_wait_ms=10.0)) as (engine, worker):
         worker.fail = lambda plan: isinstance(plan, PaddedStart) and plan.rows[0].key == 1
         for stream in [await engine.submit(request()) for _ in range(3)]:
             end = await ending(stream)

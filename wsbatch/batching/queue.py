@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from wsbatch.steps import RowSampling
 
-AGEING_S = 10.0
+AGEING_S = 5.0
 """A request is passed by one that is a class more urgent only if that one arrives within this time after it."""
 
 
