@@ -36,8 +36,8 @@ struct Job {
 };
 
 constexpr int MAX_QUERIES = 64;      // query rows (tokens x heads of the group) in a job
-constexpr int TILE_QUERIES = 48;     // what a prefill tile aims at
-constexpr int SCORES = 4096;         // scores kept at a time: 8 x 512 or 64 x 64
+constexpr int TILE_QUERIES = 30;      // what a prefill tile aims at: five blocks of 6
+constexpr int SCORES = 4096;          // scores kept at a time: 8 x 512, 32 x 128 or 64 x 64
 constexpr int SPLIT_TOKENS = 128;    // a part is not shorter than this
 
 template <class F>
@@ -109,10 +109,6 @@ inline void make_plan(Plan& plan, const std::vector<Row>& rows, const Shape& s, 
     if (plan.parts.size() < floats) plan.parts.resize(floats);
 }
 
-inline void prefetch(const void* from, size_t bytes) {
-    for (size_t i = 0; i < bytes; i += 64) _mm_prefetch((const char*)from + i, _MM_HINT_T0);
-}
-
 template <class F>
 class Attention {
   public:
@@ -126,13 +122,13 @@ class Attention {
         const Row& row = rows_[job.row];
         const int g = s_.group(), d = s_.head_dim, queries = job.tokens * g, units = d / F::PACK;
         const size_t tile = (size_t)LANES * d, half = (size_t)s_.block_tokens * d;
-        const int wide = (queries <= 8 ? 512 : 64), tiles_wide = wide / LANES;
+        const int wide = (queries <= 8 ? 512 : queries <= 32 ? 128 : 64), tiles_wide = wide / LANES;
         const auto* a = (const unit*)(q + ((size_t)job.head * total + row.first + job.token) * g * d);
         scratch.out.resize((size_t)MAX_QUERIES * d);
         std::fill_n(scratch.out.begin(), (size_t)queries * d, 0.0f);
         std::fill_n(scratch.peak, queries, -1e30f);
         std::fill_n(scratch.sum, queries, 0.0f);
-        const unit *keys[SCORES / 8 / LANES + 4], *values[SCORES / 8 / LANES + 4];
+        const unit *keys[SCORES / 8 / LANES], *values[SCORES / 8 / LANES];
         for (int begin = job.kv_begin; begin < job.kv_end; begin += wide) {
             const int tiles = (std::min(wide, job.kv_end - begin) + LANES - 1) / LANES;
             for (int t = 0; t < tiles; t++) {
@@ -142,7 +138,7 @@ class Attention {
                 keys[t] = (const unit*)(at + token % s_.block_tokens / LANES * tile);
                 values[t] = (const unit*)(at + half + token % s_.block_tokens / LANES * tile);
             }
-            score(a, units, queries, keys, values, tiles, wide, tile * sizeof(typename F::elem), scratch.scores);
+            score(a, units, queries, keys, tiles, wide, scratch.scores);
             soften(job, row, begin, tiles, wide, queries, scratch);
             for (int v = 0; v < d / LANES; v += 4) {
                 with_count<4>(std::min(4, d / LANES - v),
@@ -154,13 +150,9 @@ class Attention {
 
   private:
     // scores[queries][wide] = q . k, four tiles of keys at a time.
-    void score(const unit* a, int units, int queries, const unit* const* keys, const unit* const* values, int tiles,
-               int wide, size_t tile_bytes, float* scores) const {
+    void score(const unit* a, int units, int queries, const unit* const* keys, int tiles, int wide,
+               float* scores) const {
         for (int t = 0; t < tiles; t += 4) {
-            if (queries <= 8) {  // bound by memory: fetch what comes next
-                for (int i = t + 4; i < std::min(t + 8, tiles); i++) prefetch(keys[i], tile_bytes);
-                for (int i = t; i < std::min(t + 4, tiles); i++) prefetch(values[i], tile_bytes);
-            }
             with_count<4>(std::min(4, tiles - t), [&](auto nv) {
                 constexpr int NV = nv.value;
                 const unit* b[NV];
@@ -170,7 +162,7 @@ class Attention {
                         constexpr int MR = mr.value;
                         __m512 acc[MR][NV];
                         clear(acc);
-                        dot<F, MR, NV>(acc, a + (size_t)row * units, units, b, LANES, units);
+                        dot<F, MR, NV>(acc, a + (size_t)row * units, units, b, LANES, units, [](int) {});
 #pragma GCC unroll 8
                         for (int i = 0; i < MR; i++)
 #pragma GCC unroll 4
@@ -220,7 +212,7 @@ class Attention {
                 scratch.sum[r] += _mm512_reduce_add_ps(sum);
                 continue;
             }
-            const float shrink = std::exp2(std::max(old - peak, -126.0f));
+            const float shrink = _mm512_cvtss_f32(exp2_ps(_mm512_set1_ps(old - peak)));
             scratch.sum[r] = scratch.sum[r] * shrink + _mm512_reduce_add_ps(sum);
             float* out = scratch.out.data() + (size_t)r * s_.head_dim;
             for (int i = 0; i < s_.head_dim; i += LANES)
@@ -248,7 +240,7 @@ class Attention {
                     const unit* b[NV];
 #pragma GCC unroll 4
                     for (int j = 0; j < NV; j++) b[j] = values[t] + (v + j) * LANES;
-                    dot<F, MR, NV>(acc, a + t * UNITS, lda, b, d, UNITS);
+                    dot<F, MR, NV>(acc, a + t * UNITS, lda, b, d, UNITS, [](int) {});
                 }
 #pragma GCC unroll 8
                 for (int i = 0; i < MR; i++)

@@ -18,9 +18,11 @@ struct Matrix {
     __m512 bias_at(int column) const { return bias ? _mm512_loadu_ps(bias + column) : _mm512_setzero_ps(); }
 };
 
-// Runs rows [0, m) of A against NV neighbouring panels; emit(row, acc[NV]) gets each row's sums.
+// Runs rows [0, m) of A against NV neighbouring panels; emit(row, first panel, acc[NV]) gets each row's sums.
+// Once the panels are in cache, the blocks after the first fetch those at `next` (or null), one panel a block.
 template <class F, int MR_MAX, int NV, class Emit>
-inline void group(const Matrix<F>& w, int first_panel, const typename F::elem* a, int m, Emit&& emit) {
+inline void group(const Matrix<F>& w, int first_panel, const unit* next, const typename F::elem* a, int m,
+                  Emit&& emit) {
     const unit* b[NV];
     for (int v = 0; v < NV; v++) b[v] = w.panel(first_panel + v);
     const size_t lda = w.units();
@@ -28,31 +30,39 @@ inline void group(const Matrix<F>& w, int first_panel, const typename F::elem* a
     int row = 0;
     for (int block = 0; block < blocks; block++) {
         const int height = (m - row) / (blocks - block) + ((m - row) % (blocks - block) != 0);
+        const unit* fetch = next && block > 0 && block <= NV ? next + (block - 1) * lda * LANES : nullptr;
         with_count<MR_MAX>(height, [&](auto mr) {
             constexpr int MR = decltype(mr)::value;
             __m512 acc[MR][NV];
             clear(acc);
-            dot<F, MR, NV>(acc, (const unit*)a + row * lda, lda, b, LANES, w.units());
+            const auto* rows = (const unit*)a + row * lda;
+            if (fetch) {
+                dot<F, MR, NV>(acc, rows, lda, b, LANES, w.units(),
+                               [&](int k) { _mm_prefetch((const char*)(fetch + (size_t)k * LANES), _MM_HINT_T1); });
+            } else {
+                dot<F, MR, NV>(acc, rows, lda, b, LANES, w.units(), [](int) {});
+            }
 #pragma GCC unroll 16
-            for (int i = 0; i < MR; i++) emit(row + i, acc[i]);
+            for (int i = 0; i < MR; i++) emit(row + i, first_panel, acc[i]);
         });
         row += height;
     }
 }
 
-// Splits a matrix's panels into tasks of NV, with what is left over as tasks of one.
-template <class F, int MR_MAX, int NV, class Emit>
-inline void panels(const Matrix<F>& w, int task, const typename F::elem* a, int m, Emit&& emit) {
-    const int whole = w.panel_count() / NV;
-    if (task < whole) {
-        group<F, MR_MAX, NV>(w, task * NV, a, m, [&](int row, __m512(&acc)[NV]) { emit(row, task * NV, acc); });
-    } else {
-        const int panel = whole * NV + (task - whole);
-        group<F, MR_MAX, 1>(w, panel, a, m, [&](int row, __m512(&acc)[1]) { emit(row, panel, acc); });
-    }
+// Splits a matrix's panels into tasks of NV, with what is left over in tasks of REST.
+template <int NV, int REST>
+inline int panel_tasks(int panels) {
+    return panels / NV + panels % NV / REST;
 }
 
-template <int NV>
-inline int panel_tasks(int panel_count) {
-    return panel_count / NV + panel_count % NV;
+template <class F, int MR_MAX, int NV, int REST, class Emit>
+inline void panels(const Matrix<F>& w, int task, int threads, const typename F::elem* a, int m, Emit&& emit) {
+    const int whole = w.panel_count() / NV;
+    if (task < whole) {
+        // Tasks are claimed in turn, so this is what this thread most likely does next.
+        const unit* next = task + threads < whole ? w.panel((task + threads) * NV) : nullptr;
+        group<F, MR_MAX, NV>(w, task * NV, next, a, m, emit);
+    } else {
+        group<F, MR_MAX, REST>(w, whole * NV + (task - whole) * REST, nullptr, a, m, emit);
+    }
 }

@@ -149,7 +149,7 @@ class Model : public Runner {
         };
         norm_rows(w.attention_norm);
         mark(OTHER);
-        product<8, 3>(stage, w.qkv, normed_.data(), t, [&](int row, int column, __m512 value) {
+        product(stage, w.qkv, normed_.data(), t, [&](int row, int column, __m512 value) {
             _mm512_storeu_ps(&qkv_[(size_t)row * w.qkv.n + column], value);
         });
         mark(LINEARS);
@@ -168,22 +168,22 @@ class Model : public Runner {
             float* to = &x_[row * hidden + column];
             _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), value));
         };
-        product<8, 3>(stage, w.o, attended_.data(), t, add);
+        product(stage, w.o, attended_.data(), t, add);
         mark(LINEARS);
         norm_rows(w.mlp_norm);
         mark(OTHER);
         gate(stage, w.gate_up, t);
-        product<8, 3>(stage, w.down, gated_.data(), t, add);
+        product(stage, w.down, gated_.data(), t, add);
         mark(LINEARS);
     }
 
-    template <int MR, int NV, class Emit>
+    template <class Emit>
     void product(int& stage, const Packed& packed, const elem* a, int rows, Emit&& emit) {
         const Matrix<F> w = matrix(packed);
-        team_.stage(stage++, panel_tasks<NV>(w.panel_count()), [&](int task) {
-            panels<F, MR, NV>(w, task, a, rows, [&](int row, int panel, auto& acc) {
+        team_.stage(stage++, panel_tasks<3, 1>(w.panel_count()), [&](int task) {
+            panels<F, 8, 3, 1>(w, task, team_.size(), a, rows, [&](int row, int panel, auto& acc) {
                 constexpr int count = sizeof(acc) / sizeof(acc[0]);
-#pragma GCC unroll 8
+#pragma GCC unroll 4
                 for (int v = 0; v < count; v++) {
                     const int column = (panel + v) * LANES;
                     emit(row, column, _mm512_add_ps(acc[v], w.bias_at(column)));
@@ -196,11 +196,15 @@ class Model : public Runner {
     void gate(int& stage, const Packed& packed, int rows) {
         const Matrix<F> w = matrix(packed);
         const size_t width = w.n / 2;
-        team_.stage(stage++, w.panel_count() / 2, [&](int task) {
-            group<F, 12, 2>(w, task * 2, normed_.data(), rows, [&](int row, __m512(&acc)[2]) {
-                const __m512 g = _mm512_add_ps(acc[0], w.bias_at(task * 2 * LANES));
-                const __m512 u = _mm512_add_ps(acc[1], w.bias_at((task * 2 + 1) * LANES));
-                F::store(&gated_[row * width + task * LANES], _mm512_mul_ps(silu(g), u));
+        team_.stage(stage++, panel_tasks<4, 2>(w.panel_count()), [&](int task) {
+            panels<F, 6, 4, 2>(w, task, team_.size(), normed_.data(), rows, [&](int row, int panel, auto& acc) {
+                constexpr int count = sizeof(acc) / sizeof(acc[0]);
+#pragma GCC unroll 4
+                for (int v = 0; v < count; v += 2) {
+                    const __m512 g = _mm512_add_ps(acc[v], w.bias_at((panel + v) * LANES));
+                    const __m512 u = _mm512_add_ps(acc[v + 1], w.bias_at((panel + v + 1) * LANES));
+                    F::store(&gated_[row * width + (panel + v) / 2 * LANES], _mm512_mul_ps(silu(g), u));
+                }
             });
         });
     }
@@ -233,7 +237,7 @@ class Model : public Runner {
         });
         const Matrix<F> w = matrix(c_.head);
         const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        product<8, 3>(stage, c_.head, normed_.data(), b.samples, [&](int s, int column, __m512 value) {
+        product(stage, c_.head, normed_.data(), b.samples, [&](int s, int column, __m512 value) {
             const int left = w.n - column;
             const __mmask16 real = left >= LANES ? 0xffff : (__mmask16)((1 << left) - 1);
             if (b.logits[s]) _mm512_mask_storeu_ps(b.logits[s] + column, real, value);

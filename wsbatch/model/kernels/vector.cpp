@@ -42,11 +42,12 @@ struct BF16 {
 #endif
 
 // acc[m][v] += sum over k of a[m][k] * b[v][k]: MR rows of A against NV panels of B.
-// Rows of A are `lda` units apart; panel v starts at b[v], its units are `step` units apart.
-template <class F, int MR, int NV>
+// Rows of A are `lda` units apart; panel v starts at b[v], its units are `step` units apart. ahead(k) may prefetch.
+template <class F, int MR, int NV, class Ahead>
 inline __attribute__((always_inline)) void dot(__m512 (&acc)[MR][NV], const unit* a, size_t lda,
-                                               const unit* const (&b)[NV], size_t step, int units) {
+                                               const unit* const (&b)[NV], size_t step, int units, Ahead&& ahead) {
     for (int k = 0; k < units; k++) {
+        ahead(k);
         __m512i column[NV];
 #pragma GCC unroll 8
         for (int v = 0; v < NV; v++) column[v] = _mm512_loadu_si512(b[v] + k * step);
