@@ -89,6 +89,8 @@ class Exchange:
             return None
         if self._received_bytes - len(self.rest) > self._max_head_bytes:
             raise HttpError(431, f"request head is over {self._max_head_bytes} bytes")
+        if event.http_version not in (b"1.0", b"1.1"):
+            raise HttpError(505, "HTTP/1.1 is spoken here")
         self._method = event.method
         try:
             target = urlsplit(event.target.decode("ascii"))
