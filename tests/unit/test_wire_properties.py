@@ -35,6 +35,8 @@ from wsbatch.wire import JSON, MSGPACK, Codec, DecodeError
 from wsbatch.wire_fields import MAX_SAFE_INTEGER, MAX_TOKEN_ID
 from wsbatch.wire_unsupported import _UNSUPPORTED
 
+# Without a deadline: nothing here is a test of time.
+FUZZ = settings(max_examples=150, deadline=None)
 CODEC_PAIR = pytest.mark.parametrize("codec", [MSGPACK, JSON], ids=["msgpack", "json"])
 
 counts = st.integers(0, MAX_SAFE_INTEGER)
@@ -131,12 +133,14 @@ server_messages = st.one_of(
 
 
 @CODEC_PAIR
+@FUZZ
 @given(message=client_messages)
 def test_client_messages_round_trip(codec: Codec, message: ClientMessage) -> None:
     assert codec.decode_client(codec.encode_client(message)) == message
 
 
 @CODEC_PAIR
+@FUZZ
 @given(message=server_messages)
 def test_server_messages_round_trip(codec: Codec, message: ServerMessage) -> None:
     assert codec.decode_server(codec.encode_server(message)) == message
@@ -191,35 +195,35 @@ def check_decoding(codec: Codec, data: bytes | str) -> None:
             assert len(caught.error.message) < 400
 
 
+@FUZZ
 @given(data=st.binary() | st.builds(lambda head, tail: head + tail, st.binary(max_size=4), st.binary(max_size=64)))
-@settings(max_examples=500)
 def test_arbitrary_bytes(data: bytes) -> None:
     check_decoding(MSGPACK, data)
     check_decoding(JSON, data.decode("utf-8", "replace"))
 
 
+@FUZZ
 @given(text=st.text(st.characters(), max_size=200) | st.text('{}[]",:\\ueE+-.019 nulltrefasNIi', max_size=60))
-@settings(max_examples=500)
 def test_arbitrary_text(text: str) -> None:
     check_decoding(JSON, text)
     check_decoding(MSGPACK, text)
 
 
+@FUZZ
 @given(value=msgpack_values)
-@settings(max_examples=300)
 def test_arbitrary_msgpack(value: Any) -> None:
     check_decoding(MSGPACK, msgpack.packb(value, unicode_errors="surrogatepass"))
 
 
+@FUZZ
 @given(value=values)
-@settings(max_examples=300)
 def test_arbitrary_json(value: Any) -> None:
     check_decoding(JSON, json.dumps(value))
 
 
 @CODEC_PAIR
+@FUZZ
 @given(frame=frames)
-@settings(max_examples=200)
 def test_near_misses(codec: Codec, frame: Any) -> None:
     if codec is JSON:
         check_decoding(codec, json.dumps(frame))
@@ -227,8 +231,8 @@ def test_near_misses(codec: Codec, frame: Any) -> None:
         check_decoding(codec, msgpack.packb(frame, unicode_errors="surrogatepass"))
 
 
+@FUZZ
 @given(message=client_messages, cut=st.floats(0, 1, exclude_max=True), flip=st.integers(0, 255))
-@settings(max_examples=300)
 def test_damaged_messages(message: ClientMessage, cut: float, flip: int) -> None:
     whole = MSGPACK.encode_client(message)
     assert isinstance(whole, bytes)
@@ -237,6 +241,7 @@ def test_damaged_messages(message: ClientMessage, cut: float, flip: int) -> None
     check_decoding(MSGPACK, whole[:at] + bytes([flip]) + whole[at + 1 :])
 
 
+@FUZZ
 @given(message=requests(), extra=st.dictionaries(st.text(min_size=1).map("x_".__add__), values, max_size=4))
 def test_unknown_keys_change_nothing(message: GenerateRequest, extra: dict[str, Any]) -> None:
     text = JSON.encode_client(message)

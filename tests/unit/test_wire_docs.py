@@ -1,0 +1,120 @@
+"""docs/protocol.md says what the code does: codes, fields, defaults, refused names, and every example."""
+
+import json
+import re
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+
+from wsbatch.errors import BY_CODE
+from wsbatch.messages import (
+    Accepted,
+    DrainingNotice,
+    Failed,
+    Finished,
+    GenerateRequest,
+    Hello,
+    Pong,
+    SamplingParams,
+    Tokens,
+)
+from wsbatch.wire import JSON, DecodeError
+from wsbatch.wire_unsupported import _UNSUPPORTED
+
+TEXT = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+
+
+def section(title: str) -> str:
+    _, _, rest = TEXT.partition(f"\n{title}\n")
+    assert rest, title
+    return re.split(r"\n#+ ", rest, maxsplit=1)[0]
+
+
+def table(title: str) -> list[list[str]]:
+    """The cells of the section's first table, below its head."""
+    rows = [line for line in section(title).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+
+
+def test_the_errors() -> None:
+    documented = [tuple(row[:3]) for row in table("## Errors")]
+    assert documented == [(f"`{code}`", str(error.status), str(error.close_code)) for code, error in BY_CODE.items()]
+
+
+def test_the_close_codes() -> None:
+    documented = {int(row[0]) for row in table("## Close codes")}
+    assert {error.close_code for error in BY_CODE.values()} <= documented
+
+
+def test_the_fields_of_generate_and_their_defaults() -> None:
+    specs = [spec for cls in (GenerateRequest, SamplingParams) for spec in fields(cls) if spec.name != "sampling"]
+    documented = {row[0].strip("`"): row[3] for row in table("### `generate`")}
+    assert set(documented) == {spec.name for spec in specs}
+    assert documented.pop("id") == "required"
+    for spec in specs:
+        if spec.name != "id":
+            assert documented[spec.name] == ("—" if spec.default is None else f"`{json_number(spec.default)}`")
+
+
+def json_number(value: object) -> str:
+    """As one would write it: 0 for 0.0."""
+    return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+@pytest.mark.parametrize(
+    ("title", "message"),
+    [
+        ("hello", Hello),
+        ("accepted", Accepted),
+        ("tokens", Tokens),
+        ("finished", Finished),
+        ("error", Failed),
+        ("draining", DrainingNotice),
+        ("pong", Pong),
+    ],
+)
+def test_the_fields_from_the_server(title: str, message: type) -> None:
+    rows = {row[0].strip("`"): row[2] for row in table(f"### `{title}`")}
+    assert set(rows) == {spec.name for spec in fields(message)}
+    for spec in fields(message):
+        if hasattr(spec.type, "__dataclass_fields__"):
+            assert [part.name for part in fields(spec.type) if f"`{part.name}`" not in rows[spec.name]] == []
+            assert all(part.default is MISSING or part.default == 0 for part in fields(spec.type))
+
+
+def test_the_names_refused() -> None:
+    named = set(re.findall(r"`(\w+)`", section("## Parameters of other servers")))
+    assert set(_UNSUPPORTED) <= named
+
+
+def examples() -> list[str]:
+    blocks = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
+    return [frame for block in blocks for frame in re.split(r"\n(?=\{)", block.strip())]
+
+
+@pytest.mark.parametrize("frame", examples())
+def test_the_examples(frame: str) -> None:
+    if json.loads(frame)["type"] in ("generate", "cancel", "ping"):
+        JSON.decode_client(frame)
+    else:
+        assert JSON.decode_server(frame) is not None
+
+
+def test_the_transcript() -> None:
+    timing = '"timing":{"queue_ms":1,"prefill_ms":1,"ttft_ms":1,"total_ms":1}'
+    refused = None
+    for line in section("## A transcript").replace('"timing":{…}', timing).splitlines():
+        if line.startswith("> "):
+            try:
+                JSON.decode_client(line[2:])
+            except DecodeError as exc:
+                refused = exc
+        elif line.startswith("< "):
+            answer = JSON.decode_server(line[2:])
+            assert answer is not None
+            if refused is not None:
+                assert isinstance(answer, Failed)
+                assert (answer.id, answer.code, answer.message) == (refused.id, refused.error.code, str(refused))
+                refused = None
+    assert refused is None
