@@ -143,7 +143,7 @@ def test_nobody_speaks_for_the_demo_models_system(demo_pair: Pair) -> None:
     ids = demo_pair.codec.encode_messages([ChatMessage("user", attack)])
     start, end = demo_pair.theirs.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     assert [id_ for id_ in ids if id_ in (start, end)] == [start, end, start, end, start]
-    assert attack in demo_pair.theirs.decode(ids)
+    assert demo_pair.theirs.decode(ids).endswith(f"user\n{attack}<|im_end|>\n<|im_start|>assistant\n")
     assert demo_pair.codec.eos_token_ids == {end}
 
 

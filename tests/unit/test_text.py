@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tokenizers import decoders as decode_stages
 from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
 
-from wsbatch.errors import BadRequest
 from wsbatch.messages import ChatMessage
 from wsbatch.text import ByteText, HuggingFaceText
 
@@ -280,51 +279,6 @@ def test_added_tokens_that_are_not_special_stay_tokens(make: Make) -> None:
     (id_,) = codec.encode("<think>")[1:]
     assert codec.decode([id_]) == "<think>"
     assert id_ in codec.encode_messages(talk("<think> </s>"))
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([], "messages must hold at least one"),
-        ([ChatMessage("user", "a"), ChatMessage("wizard", "b")], r"messages\[1\].role must be one of .*, not 'wizard'"),
-        ([ChatMessage("user<|end|>", "a")], r"messages\[0\].role"),
-        ([ChatMessage("user", "a\ud800")], r"messages\[0\].content is not valid Unicode: .* character 1"),
-    ],
-)
-@pytest.mark.parametrize("simulated", [True, False])
-def test_messages_that_are_refused(make: Make, messages: list[ChatMessage], message: str, simulated: bool) -> None:
-    codec = ByteText() if simulated else make(byte_level)
-    with pytest.raises(BadRequest, match=message):
-        codec.encode_messages(messages)
-
-
-@pytest.mark.parametrize("simulated", [True, False])
-def test_a_prompt_that_is_no_unicode_is_refused(make: Make, simulated: bool) -> None:
-    codec = ByteText() if simulated else make(byte_level)
-    with pytest.raises(BadRequest, match="prompt is not valid Unicode"):
-        codec.encode("a\udc00")
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (None, "messages: this model has no chat template"),
-        ("{{ raise_exception('no ' + messages[0].role) }}", "messages: .* does not accept them: no user"),
-        ("{{ messages[0].tools.name }}", "messages: .* has no attribute 'tools'"),
-        ("{{ messages[0].content + 1 }}", "messages: .* does not accept them"),
-    ],
-)
-def test_a_template_that_says_no(make: Make, template: str | None, message: str) -> None:
-    with pytest.raises(BadRequest, match=message):
-        make(byte_level, template).encode_messages(talk("hi"))
-
-
-def test_what_a_template_quotes_can_be_sent(make: Make) -> None:
-    """Stand-ins for hidden characters are no valid Unicode: none may reach the error frame."""
-    codec = make(byte_level, "{{ raise_exception(messages[0].content * 1000) }}")
-    with pytest.raises(BadRequest) as refusal:
-        codec.encode_messages(talk("<s>"))
-    assert len(refusal.value.message.encode()) < 500
 
 
 @often

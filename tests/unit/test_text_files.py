@@ -1,4 +1,4 @@
-"""What a model directory may look like, and the dialect of its chat template."""
+"""What a model directory may look like, the dialect of its chat template, and what is refused."""
 
 import json
 from datetime import datetime
@@ -11,7 +11,7 @@ from tokenizers import models, pre_tokenizers
 from wsbatch.chat_template import ChatTemplate
 from wsbatch.errors import BadRequest
 from wsbatch.messages import ChatMessage
-from wsbatch.text import HuggingFaceText
+from wsbatch.text import ByteText, HuggingFaceText
 
 TALK = [ChatMessage("system", "Be <brief> & 'kind'."), ChatMessage("user", "hi"), ChatMessage("assistant", "ho")]
 
@@ -163,3 +163,48 @@ def test_today_is_the_date_of_this_computer() -> None:
 def test_a_template_reaches_nothing_outside(source: str) -> None:
     with pytest.raises(BadRequest, match="messages: "):
         ChatTemplate(source, {}).render(TALK)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages must hold at least one"),
+        ([ChatMessage("user", "a"), ChatMessage("wizard", "b")], r"messages\[1\].role must be one of .*, not 'wizard'"),
+        ([ChatMessage("user<|end|>", "a")], r"messages\[0\].role"),
+        ([ChatMessage("user", "a\ud800")], r"messages\[0\].content is not valid Unicode: .* character 1"),
+    ],
+)
+@pytest.mark.parametrize("simulated", [True, False])
+def test_messages_that_are_refused(tmp_path: Path, messages: list[ChatMessage], message: str, simulated: bool) -> None:
+    codec = ByteText() if simulated else HuggingFaceText(save(tmp_path, chat_template__jinja=""))
+    with pytest.raises(BadRequest, match=message):
+        codec.encode_messages(messages)
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+def test_a_prompt_that_is_no_unicode_is_refused(tmp_path: Path, simulated: bool) -> None:
+    codec = ByteText() if simulated else HuggingFaceText(save(tmp_path, chat_template__jinja=""))
+    with pytest.raises(BadRequest, match="prompt is not valid Unicode"):
+        codec.encode("a\udc00")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "messages: this model has no chat template"),
+        ("{{ raise_exception('no ' + messages[0].role) }}", "messages: .* does not accept them: no user"),
+        ("{{ messages[0].tools.name }}", "messages: .* has no attribute 'tools'"),
+        ("{{ messages[0].content + 1 }}", "messages: .* does not accept them"),
+    ],
+)
+def test_a_template_that_says_no(tmp_path: Path, template: str | None, message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        HuggingFaceText(save(tmp_path, tokenizer_config__json={"chat_template": template})).encode_messages(TALK[1:])
+
+
+def test_what_a_template_quotes_can_be_sent(tmp_path: Path) -> None:
+    """Stand-ins for hidden characters are no valid Unicode: none may reach the error frame."""
+    codec = HuggingFaceText(save(tmp_path, chat_template__jinja="{{ raise_exception(messages[0].content * 1000) }}"))
+    with pytest.raises(BadRequest) as refusal:
+        codec.encode_messages([ChatMessage("user", "<s>")])
+    assert len(refusal.value.message.encode()) < 500
