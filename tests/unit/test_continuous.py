@@ -208,15 +208,30 @@ def test_the_preempted_come_back_before_newcomers_of_their_priority() -> None:
 
 
 def test_a_step_that_preempts_lets_nobody_in() -> None:
-    batch = scheduler(blocks=7, max_batch_size=3)
-    for key in (1, 2, 3):
-        add(batch, key, 2, max_new=20)
-        step(batch)
-    add(batch, 4, 1, priority=0)
+    batch = scheduler(blocks=12)
+    add(batch, 1, 4, max_new=20)
+    add(batch, 2, 36)
+    assert [row[0] for row in step(batch)] == [1, 2]
+    assert [row[0] for row in step(batch)] == [1, 2]  # all blocks are taken
+    add(batch, 3, 1, priority=0)
     while batch.preemptions == 0:
-        keys = [row[0] for row in step(batch)]
-    assert keys == [1, 2]  # though there is a slot and, for the moment, a block
-    assert batch.pool.free == 1
+        rows = step(batch)
+    assert rows == [(1, 8, 1)]
+    assert batch.pool.free == 9
+    assert step(batch) == [(1, 9, 1), (3, 0, 1)]
+
+
+def test_a_prompt_takes_the_blocks_there_are_before_it_takes_those_of_others() -> None:
+    batch = scheduler(blocks=26, block_tokens=1, prefill_chunk_tokens=4)
+    add(batch, 1, 2, max_new=20)
+    step(batch)
+    add(batch, 2, 20, max_new=1, priority=0)
+    for start in (0, 4, 8, 12):
+        assert step(batch)[1] == (2, start, 4)
+    assert step(batch) == [(1, 6, 1), (2, 16, 3)]
+    assert batch.preemptions == 0
+    assert step(batch) == [(2, 19, 1)]
+    assert batch.preemptions == 1
 
 
 def waiting_for_a_block() -> ContinuousScheduler:
