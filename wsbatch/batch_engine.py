@@ -183,6 +183,8 @@ class BatchEngine:
                 with self._requests.holding(), trio.move_on_at(at_s):
                     self._take(await self._inbox.receive())
             case Idle():
+                if (waiting := len(self._scheduler.queue)) > 0:
+                    raise EngineDead(f"the scheduler is wedged: {waiting} requests wait and nothing runs")
                 self._take(await self._inbox.receive())
 
     def _take(self, work: Work) -> None:

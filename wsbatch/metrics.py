@@ -18,6 +18,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TPOT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+_LAG_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -77,6 +78,9 @@ class EngineMetrics:
         self.step_seconds = histogram("step_seconds", "Time of a model step", _TPOT_BUCKETS_S)
         self.hol_delay = histogram(
             "head_of_line_delay_seconds", "Batch end minus a request's own end, dynamic batches", _LATENCY_BUCKETS_S
+        )
+        self.event_loop_lag = histogram(
+            "event_loop_lag_seconds", "How late a 5 ms ticker on the event loop was", _LAG_BUCKETS_S
         )
         self.issued_tokens = counter("issued_tokens", "Token slots computed, padding included", ("phase",))
         self.useful_tokens = counter("useful_tokens", "Token slots computed that somebody asked for", ("phase",))

@@ -13,6 +13,7 @@ from wsbatch.batching.continuous import ContinuousScheduler
 from wsbatch.batching.dynamic import DynamicScheduler, DynamicSettings
 from wsbatch.batching.scheduler import Scheduler
 from wsbatch.config import EngineConfig
+from wsbatch.metrics import EngineMetrics
 from wsbatch.steps import Model, ModelInfo
 from wsbatch.text import ByteText, TextCodec
 from wsbatch.tokenising import Tokenising
@@ -20,6 +21,8 @@ from wsbatch.worker import ThreadWorker
 
 if TYPE_CHECKING:
     from wsbatch.model.simulated import StepCosts
+
+_TICK_S = 0.005
 
 Progress = Callable[[str, int, int], None]
 """Told (stage, done, total) while a model is fetched or converted, from the model's thread."""
@@ -60,6 +63,7 @@ async def open_engine(
                 max_request_tokens=max_request_tokens(config, info),
             )
             nursery.start_soon(engine.run)
+            nursery.start_soon(_watch_loop, engine.metrics)
             yield engine
             if engine.state == "dead":
                 failure = await engine.wait_dead()
@@ -70,6 +74,17 @@ async def open_engine(
             worker.close()
     if failure is not None:
         raise failure
+
+
+async def _watch_loop(metrics: EngineMetrics) -> None:
+    """Measure how late the event loop runs: what holds it up holds up every client's tokens.
+
+    Not part of the engine itself: in virtual time a ticker would only be work.
+    """
+    while True:
+        due_s = trio.current_time() + _TICK_S
+        await trio.sleep_until(due_s)
+        metrics.event_loop_lag.observe(trio.current_time() - due_s)
 
 
 def make_scheduler(config: EngineConfig, *, now_s: float) -> Scheduler:

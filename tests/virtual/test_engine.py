@@ -4,6 +4,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from wsbatch.batching.scheduler import Idle
 from wsbatch.config import EngineConfig
 from wsbatch.errors import (
     BadRequest,
@@ -268,6 +269,16 @@ async def test_a_stalled_step_kills_the_engine_honestly(autojump_clock: MockCloc
         with pytest.raises(EngineDead, match=r"no progress for 1\.0 s"):
             await engine.submit(request())
         assert isinstance(await engine.wait_dead(), EngineDead)
+
+
+async def test_a_wedged_scheduler_is_noticed(autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting > 0, running = 0, and the scheduler says idle: no request may wait for ever for that."""
+    async with open_virtual_engine(config()) as (engine, _):
+        monkeypatch.setattr(engine.scheduler, "decide", lambda now_s: Idle())
+        end = await ending(await engine.submit(request()))
+        assert isinstance(end, Failed)
+        assert (end.code, engine.state) == (EngineDead.code, "dead")
+        assert "1 requests wait and nothing runs" in end.message
 
 
 async def test_drain_lets_live_requests_finish_and_refuses_new_ones(autojump_clock: MockClock) -> None:
