@@ -188,10 +188,10 @@ def chat_message(name: str, value: object) -> ChatMessage:
     for key in ("tool_calls", "tool_call_id", "function_call"):
         if value.get(key) not in (None, []):
             raise BadRequest(f"{name}.{key}: is not supported")
-    role = string(low=1, high=32)(f"{name}.role", value["role"])
+    role = _role(f"{name}.role", value["role"])
     if not (role.isascii() and role.isidentifier()):
         raise BadRequest(f"{name}.role: must be a word such as system, user or assistant, got {shown(role)}")
-    return ChatMessage(role=role, content=string()(f"{name}.content", value["content"]))
+    return ChatMessage(role=role, content=_content(f"{name}.content", value["content"]))
 
 
 def token_logprobs(name: str, value: object) -> TokenLogprobs:
@@ -207,5 +207,7 @@ def _pair(name: str, value: object) -> tuple[object, object]:
     return value[0], value[1]
 
 
+_role = string(low=1, high=32)
+_content = string()
 _token_id = integer(0, MAX_TOKEN_ID)
 _logprob = number(-1e9, 1e9)
