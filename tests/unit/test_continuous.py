@@ -3,11 +3,9 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from wsbatch.batching.blocks import BlockPool
-from wsbatch.batching.continuous import ContinuousScheduler, choose_chunk
+from wsbatch.batching.continuous import ContinuousScheduler
 from wsbatch.batching.queue import AGEING_S, Work
 from wsbatch.batching.scheduler import Idle, Release, Step, StepOutcome
 from wsbatch.steps import PagedRow, PagedStep, RowSampling, StepResult
@@ -448,51 +446,6 @@ def test_seven_short_rows_beside_a_long_one_waste_nothing() -> None:
     assert batch.ledger.prefill.waste_fraction == 0
 
 
-def longest_gap_s(chunk: int, *, tau_s: float, alpha_s: float, beta_s: float) -> tuple[float, float]:
-    """8 streams run when a prompt of 4,000 tokens arrives: their longest gap, and the newcomer's TTFT.
-
-    A step costs tau + alpha * decodes + beta * prompt tokens on a virtual clock.
-    """
-    batch = scheduler(
-        block_tokens=16, max_batch_size=16, max_batch_prefill_tokens=max(chunk, 64), prefill_chunk_tokens=chunk
-    )
-    for key in range(8):
-        add(batch, key, 4, max_new=1000)
-    now_s = arrived_s = ttft_s = gap_s = 0.0
-    last_s: dict[int, float] = {}
-    for count in range(200 + 4000 // chunk):
-        if count == 50:
-            add(batch, 8, tuple(range(4000)), max_new=1000)
-            arrived_s = now_s
-        rows = decide(batch)
-        prompt = sum(len(row.token_ids) for row in rows if row.start < (4 if row.key < 8 else 4000))
-        decodes = sum(len(row.token_ids) for row in rows) - prompt
-        now_s += tau_s + alpha_s * decodes + beta_s * prompt
-        for one in complete(batch, rows).tokens:
-            if one.key < 8:
-                gap_s = max(gap_s, now_s - last_s.get(one.key, now_s))
-            elif one.key not in last_s:
-                ttft_s = now_s - arrived_s
-            last_s[one.key] = now_s
-    assert len(last_s) == 9
-    return gap_s, ttft_s
-
-
-@pytest.mark.parametrize("chunk", [16, 64, 256, 1000])
-def test_no_stream_stalls_longer_than_a_decode_step_and_a_chunk(chunk: int) -> None:
-    tau_s, alpha_s, beta_s = 0.010, 0.001, 0.0007
-    gap_s, _ = longest_gap_s(chunk, tau_s=tau_s, alpha_s=alpha_s, beta_s=beta_s)
-    assert gap_s <= tau_s + 8 * alpha_s + beta_s * chunk + 1e-9
-
-
-def test_without_chunking_the_streams_stall_for_the_whole_prompt() -> None:
-    tau_s, alpha_s, beta_s = 0.010, 0.001, 0.0007
-    gap_s, ttft_s = longest_gap_s(4000, tau_s=tau_s, alpha_s=alpha_s, beta_s=beta_s)
-    assert gap_s >= 4000 * beta_s
-    _, chunked_ttft_s = longest_gap_s(256, tau_s=tau_s, alpha_s=alpha_s, beta_s=beta_s)
-    assert ttft_s < chunked_ttft_s  # what the chunks cost the newcomer
-
-
 def test_what_can_never_fit_is_refused() -> None:
     batch = scheduler(blocks=4)
     assert batch.max_request_tokens == 16
@@ -541,36 +494,3 @@ def test_repr_shows_the_state() -> None:
     batch = preempting()
     add(batch, 4, 1)
     assert repr(batch).startswith("<ContinuousScheduler 1 waiting, 2 running, 1 preempted, 0 rows in flight, <Bl")
-
-
-@given(
-    slo_s=st.floats(0.001, 10),
-    tau_s=st.floats(0, 1),
-    alpha_s=st.floats(0, 0.1),
-    beta_s=st.floats(1e-6, 0.1),
-    rows=st.integers(0, 64),
-)
-def test_the_chosen_chunk_is_the_largest_within_the_slo(
-    slo_s: float, tau_s: float, alpha_s: float, beta_s: float, rows: int
-) -> None:
-    def step_s(chunk: int) -> float:
-        return tau_s + alpha_s * rows + beta_s * chunk
-
-    if step_s(0) > slo_s:
-        with pytest.raises(ValueError, match=r"itl_slo_s is .*: must be at least"):
-            choose_chunk(slo_s, tau_s=tau_s, alpha_s=alpha_s, beta_s=beta_s, rows=rows)
-        return
-    chunk = choose_chunk(slo_s, tau_s=tau_s, alpha_s=alpha_s, beta_s=beta_s, rows=rows)
-    assert chunk >= 16
-    assert chunk == 16 or step_s(chunk) <= slo_s * (1 + 1e-9)
-    assert step_s(chunk + 1) > slo_s * (1 - 1e-9)
-
-
-def test_choosing_needs_a_cost_for_prompt_tokens() -> None:
-    with pytest.raises(ValueError, match="beta_s is 0: must be above 0"):
-        choose_chunk(1.0, tau_s=0.1, alpha_s=0.1, beta_s=0, rows=1)
-
-
-def test_choose_chunk_by_hand() -> None:
-    assert choose_chunk(0.100, tau_s=0.010, alpha_s=0.001, beta_s=0.0007, rows=8) == 117
-    assert choose_chunk(0.0181, tau_s=0.010, alpha_s=0.001, beta_s=0.0007, rows=8, block_tokens=4) == 4
