@@ -16,6 +16,7 @@ from wsbatch.model.linears import LANES, huge_zeros, interleave, pack, packed_sh
 from wsbatch.model.ragged import Ragged
 
 _MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
+_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # angles that depend on the position alone
 _MAX_GROUP, _MAX_HEAD_DIM = 48, 512  # what the kernels' scratch memory holds
 PARTS = ("linears", "attention", "head", "other")
 
@@ -218,6 +219,9 @@ def check(model: Any, block_tokens: int) -> None:
         raise KernelsUnavailable(f"the model is on {model.device.type}")
     if config.model_type not in _MODEL_TYPES:
         raise KernelsUnavailable(f"{config.model_type} is not one of {', '.join(sorted(_MODEL_TYPES))}")
+    rope = config.rope_parameters.get("rope_type", "default")
+    if rope not in _ROPE_TYPES or config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise KernelsUnavailable(f"its position encoding ({rope}) is not one of {', '.join(sorted(_ROPE_TYPES))}")
     head_dim = model.model.layers[0].self_attn.head_dim
     sizes = {
         "block_tokens": block_tokens,

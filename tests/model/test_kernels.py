@@ -1,0 +1,196 @@
+"""The C++ step against transformers' own forward: shapes, long rows, splits, windows, threads, both formats."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from wsbatch.model import compiled
+from wsbatch.model.compiled import KernelsUnavailable, load_library
+from wsbatch.model.fused import PARTS, FusedRunner
+from wsbatch.model.ragged import flatten
+from wsbatch.steps import PagedRow, PagedStep, RowSampling
+
+VOCAB, POSITIONS = 211, 1024  # a vocabulary that is no multiple of 16
+GREEDY = RowSampling()
+
+
+def build(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    shape = {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "max_position_embeddings": POSITIONS}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB, "initializer_range": 0.2}
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    kind = changes.pop("kind", transformers.Qwen3Config)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = transformers.AutoModelForCausalLM.from_config(kind(**{**shape, **ends, **changes})).eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+    return model.to(dtype).requires_grad_(False)
+
+
+def runner(model: Any, *, threads: int = 1, block_tokens: int = 16, total_blocks: int = 160) -> FusedRunner:
+    try:
+        return FusedRunner(
+            model, total_blocks=total_blocks, block_tokens=block_tokens, max_model_len=POSITIONS, threads=threads
+        )
+    except KernelsUnavailable as error:
+        pytest.skip(f"no compiled kernels here: {error}")
+
+
+def ids(count: int, seed: int) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(VOCAB) for _ in range(count))
+
+
+def fused_logits(made: FusedRunner, texts: list[tuple[int, ...]], chunks: list[int], block_tokens: int) -> torch.Tensor:
+    """Prefill each text in its own chunk size, all rows together. Returns the logits of each last token, [rows, V]."""
+    numbers = list(range(160 * 16 // block_tokens))
+    random.Random(1).shuffle(numbers)
+    free = iter(numbers)
+    tables = [tuple(next(free) for _ in range(-(-len(text) // block_tokens))) for text in texts]
+    done, found = [0] * len(texts), {}
+    while len(found) < len(texts):
+        rows, live = [], [i for i in range(len(texts)) if i not in found]
+        for i in live:
+            new = texts[i][done[i] : done[i] + chunks[i]]
+            ends = done[i] + len(new) == len(texts[i])
+            rows.append(PagedRow(i, new, done[i], tables[i], GREEDY if ends else None))
+            done[i] += len(new)
+        ending = [row.key for row in rows if row.sampling is not None]
+        plan = flatten(PagedStep(tuple(rows)), block_tokens=block_tokens, total_blocks=len(numbers))
+        best, logits = made.run(plan, [True] * len(ending))
+        assert best == logits.argmax(-1).tolist()
+        found.update(zip(ending, logits, strict=True))
+    return torch.stack([found[i] for i in range(len(texts))])
+
+
+def own_logits(model: Any, texts: list[tuple[int, ...]]) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.stack([model(torch.tensor([text])).logits[0, -1].float() for text in texts])
+
+
+SHAPES = {
+    "one kv head": {"num_key_value_heads": 1, "head_dim": 32},
+    "no sharing of kv heads": {"num_key_value_heads": 4, "head_dim": 16},
+    "head_dim 48": {"head_dim": 48},
+    "head_dim 80": {"head_dim": 80},
+    "head_dim 128": {"head_dim": 128},
+    "nine to three": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
+    "biases everywhere": {"kind": transformers.LlamaConfig, "attention_bias": True, "mlp_bias": True},
+    "tied embeddings": {"tie_word_embeddings": True},
+    "scaled positions": {
+        "kind": transformers.LlamaConfig,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "window in one layer": {
+        "kind": transformers.Qwen2Config,
+        "use_sliding_window": True,
+        "sliding_window": 70,
+        "max_window_layers": 1,
+    },
+    "window in every layer": {"kind": transformers.MistralConfig, "sliding_window": 100},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_are_those_of_the_model(shape: str) -> None:
+    model = build(**SHAPES[shape])
+    texts = [ids(count, seed) for seed, count in enumerate((1, 17, 300))]
+    expected = own_logits(model, texts)
+    got = fused_logits(runner(model), texts, [1, 5, 64], 16)
+    assert torch.allclose(got, expected, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("block_tokens", [16, 64])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_long_rows_split_among_threads(threads: int, block_tokens: int) -> None:
+    model = build()
+    texts = [ids(count, seed) for seed, count in enumerate((999, 40, 3, 610))]
+    expected = own_logits(model, texts)
+    made = runner(model, threads=threads, block_tokens=block_tokens, total_blocks=160 * 16 // block_tokens)
+    got = fused_logits(made, texts, [333, 1, 1, 609], block_tokens)
+    made.close()
+    assert torch.allclose(got, expected, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_bfloat16_is_as_near_to_float32_as_the_model_in_bfloat16() -> None:
+    exact, model = build(), build(torch.bfloat16)
+    exact.load_state_dict(model.state_dict())
+    texts = [ids(count, seed) for seed, count in enumerate((30, 200, 450))]
+    truth = own_logits(exact, texts)
+    got = fused_logits(runner(model, threads=2), texts, [7, 64, 449], 16)
+    error, usual = (got - truth).abs().mean(), (own_logits(model, texts) - truth).abs().mean()
+    assert 0 < error < 1.5 * usual
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 13, 33])
+def test_any_number_of_rows(rows: int) -> None:
+    model = build()
+    texts = [ids(3 + i % 5, i) for i in range(rows)]
+    expected = own_logits(model, texts)
+    got = fused_logits(runner(model, threads=2), texts, [100] * rows, 16)
+    assert torch.allclose(got, expected, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_the_lowest_of_equal_ids_wins() -> None:
+    model = build()
+    model.lm_head.weight[:] = model.lm_head.weight[3]
+    made = runner(model, threads=2)
+    plan = flatten(PagedStep((PagedRow(0, (1, 2), 0, (0,), GREEDY),)), block_tokens=16, total_blocks=160)
+    assert made.run(plan, [False])[0] == [0]
+
+
+def test_the_breakdown_starts_anew_each_time() -> None:
+    made = runner(build())
+    plan = flatten(PagedStep((PagedRow(0, (1, 2), 0, (0,), GREEDY),)), block_tokens=16, total_blocks=160)
+    made.run(plan, [False])
+    spent = made.breakdown_ms()
+    assert tuple(spent) == PARTS
+    assert all(ms > 0 for ms in spent.values())
+    assert set(made.breakdown_ms().values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "block_tokens", "reason"),
+    [
+        ({"head_dim": 24}, 16, "head_dim is 24"),
+        ({"intermediate_size": 100}, 16, "intermediate_size is 100"),
+        ({}, 8, "block_tokens is 8"),
+        ({"hidden_act": "gelu"}, 16, "activation is gelu"),
+        ({"kind": transformers.MixtralConfig}, 16, "mixtral is not one of"),
+    ],
+)
+def test_what_the_kernels_do_not_compute_is_refused(changes: dict[str, Any], block_tokens: int, reason: str) -> None:
+    with pytest.raises(KernelsUnavailable, match=reason):
+        FusedRunner(build(**changes), total_blocks=4, block_tokens=block_tokens, max_model_len=32, threads=1)
+
+
+def test_other_formats_and_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KernelsUnavailable, match=r"no kernels for torch\.float16"):
+        load_library(torch.float16)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True, "avx512_bf16": False})
+    with pytest.raises(KernelsUnavailable, match="this processor lacks avx512_bf16"):
+        load_library(torch.bfloat16)
+
+
+def test_a_compiler_that_fails_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no such flag >&2\nexit 1\n')
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True})
+    with pytest.raises(KernelsUnavailable, match="no such flag"):
+        load_library(torch.float32)
+    assert list(compiled._cache_dir().iterdir()) == []

@@ -1,0 +1,356 @@
+"""Ragged paged steps: every row gets what the model would have said to it alone, on both runners."""
+
+import copy
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from wsbatch.model import compiled
+from wsbatch.model.loading import LoadedModel
+from wsbatch.model.paged import PagedModel
+from wsbatch.steps import ModelInfo, PaddedDecode, PagedRow, PagedStep, RowSampling
+
+VOCAB, POSITIONS, BLOCK, BLOCKS, NEW = 97, 128, 16, 40, 6
+GREEDY = RowSampling()
+FUSED = ["llama", "qwen2", "qwen3", "mistral"]
+FAMILIES = [*FUSED, "gpt2"]
+LENGTHS = (5, 23, 40)  # shorter than a block, and longer than Mistral's window; none ends with a block
+
+Make = Callable[[str], LoadedModel]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def make() -> Make:
+    """A fresh copy of a family's tiny random model in float32: the modules runner replaces its attention."""
+    made: dict[str, Any] = {}
+
+    def loaded(family: str) -> LoadedModel:
+        if family not in made:
+            made[family] = build(family)
+        info = ModelInfo(family, "r", "float32", "cpu", POSITIONS, VOCAB, frozenset())
+        return LoadedModel(copy.deepcopy(made[family]), Path(), info)
+
+    return loaded
+
+
+def build(family: str, **changes: Any) -> Any:
+    """Weights this large make every output depend on the whole prompt; biases are random too, or they test nothing."""
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    general: dict[str, Any] = {"vocab_size": VOCAB, "initializer_range": 0.3, "tie_word_embeddings": False, **ends}
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": POSITIONS}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    configs: dict[str, Callable[[], Any]] = {
+        "llama": lambda: transformers.LlamaConfig(**general, **shape, attention_bias=True, mlp_bias=True, **changes),
+        "qwen2": lambda: transformers.Qwen2Config(**general, **shape, **changes),
+        "qwen3": lambda: transformers.Qwen3Config(**general, **shape, head_dim=32, **changes),
+        "mistral": lambda: transformers.MistralConfig(**general, **shape, sliding_window=9, **changes),
+        "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=POSITIONS, **general),
+        "gemma2": lambda: transformers.Gemma2Config(**general, **shape, head_dim=16),
+        "mamba": lambda: transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2),
+        "llama4": lambda: transformers.Llama4TextConfig(**general, **shape, head_dim=16, num_local_experts=2),
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = transformers.AutoModelForCausalLM.from_config(configs[family](), dtype=torch.float32).eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.2)
+    return model.requires_grad_(False)
+
+
+def alone(loaded: LoadedModel, prompt: Sequence[int], new: int = NEW) -> list[int]:
+    """What `transformers.generate` says to this prompt and nobody else."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        output = loaded.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, pad_token_id=0
+        )
+    return output[0, len(prompt) :].tolist()
+
+
+def prompts(lengths: Sequence[int] = LENGTHS, *, seed: int = 1) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(length)] for length in lengths]
+
+
+class Stream:
+    """A request as a plain scheduler sees it: its tokens, how many are in the pool, and its blocks."""
+
+    def __init__(self, key: int, prompt: Sequence[int], blocks: Iterator[int], new: int = NEW) -> None:
+        self.key, self.tokens, self.prompt, self.new, self.done = key, list(prompt), len(prompt), new, 0
+        self.table = tuple(next(blocks) for _ in range(-(-(self.prompt + new) // BLOCK)))
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt :]
+
+    @property
+    def finished(self) -> bool:
+        return len(self.output) == self.new
+
+    def row(self, chunk: int, sampling: RowSampling = GREEDY) -> PagedRow:
+        new = tuple(self.tokens[self.done : self.done + chunk])
+        ends = self.done + len(new) == len(self.tokens)
+        return PagedRow(self.key, new, self.done, self.table, sampling if ends else None)
+
+    def took(self, row: PagedRow, ids: Iterator[int]) -> None:
+        self.done += len(row.token_ids)
+        if row.sampling is not None:
+            self.tokens.append(next(ids))
+
+
+def step(model: PagedModel, streams: Sequence[Stream], chunks: Sequence[int]) -> None:
+    rows = [stream.row(chunk) for stream, chunk in zip(streams, chunks, strict=True)]
+    ids = iter(model.run(PagedStep(tuple(rows))).token_ids)
+    for stream, row in zip(streams, rows, strict=True):
+        stream.took(row, ids)
+    assert next(ids, None) is None
+
+
+def shuffled_blocks(seed: int = 0) -> Iterator[int]:
+    numbers = list(range(BLOCKS))
+    random.Random(seed).shuffle(numbers)
+    return iter(numbers)
+
+
+def paged(loaded: LoadedModel, runner: str) -> PagedModel:
+    if runner == "fused":
+        try:
+            compiled.load_library(torch.float32)
+        except compiled.KernelsUnavailable as error:
+            pytest.skip(f"no compiled kernels here: {error}")
+    return PagedModel(loaded, total_blocks=BLOCKS, block_tokens=BLOCK, runner=runner)  # type: ignore[arg-type]
+
+
+BOTH = [(family, "modules") for family in FAMILIES] + [(family, "fused") for family in FUSED]
+
+
+@pytest.mark.parametrize(("family", "runner"), BOTH)
+@pytest.mark.parametrize("chunk", ["1", "7", "block", "len-1", "len"])
+def test_rows_together_say_what_each_says_alone(make: Make, family: str, runner: str, chunk: str) -> None:
+    loaded = make(family)
+    texts = prompts()
+    expected = [alone(loaded, text) for text in texts]
+    model = paged(loaded, runner)
+    blocks = shuffled_blocks()
+    streams = [Stream(key, text, blocks) for key, text in enumerate(texts)]
+    sizes = {"1": lambda n: 1, "7": lambda n: 7, "block": lambda n: BLOCK, "len-1": lambda n: n - 1, "len": lambda n: n}
+    while live := [stream for stream in streams if not stream.finished]:
+        step(model, live, [sizes[chunk](stream.prompt) for stream in live])
+    assert [stream.output for stream in streams] == expected
+
+
+@pytest.mark.parametrize(("family", "runner"), [("qwen3", "modules"), ("llama", "fused"), ("mistral", "fused")])
+def test_whoever_joins_and_leaves(make: Make, family: str, runner: str) -> None:
+    loaded = make(family)
+    texts = prompts((3, 9, 17, 30, 33, 48), seed=2)
+    expected = [alone(loaded, text) for text in texts]
+    model = paged(loaded, runner)
+
+    @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(st.randoms(use_true_random=False))
+    def trace(rng: random.Random) -> None:
+        numbers = list(range(BLOCKS))
+        rng.shuffle(numbers)
+        blocks = iter(numbers)
+        waiting = [Stream(key, text, blocks) for key, text in enumerate(texts)]
+        streams, running = list(waiting), []
+        rng.shuffle(waiting)
+        while waiting or running:
+            joining = rng.randint(0 if running else 1, 2)
+            running += waiting[:joining]
+            del waiting[:joining]
+            rng.shuffle(running)
+            some = running[: rng.randint(1, len(running))]
+            step(model, some, [rng.randint(1, 20) for _ in some])
+            running = [stream for stream in running if not stream.finished]
+        assert [stream.output for stream in streams] == expected
+
+    trace()
+
+
+@pytest.mark.parametrize("runner", ["modules", "fused"])
+def test_recomputed_in_other_blocks_after_preemption(make: Make, runner: str) -> None:
+    loaded = make("llama")
+    text = prompts((20,))[0]
+    expected = alone(loaded, text)
+    model = paged(loaded, runner)
+    blocks = shuffled_blocks()
+    stream = Stream(0, text, blocks)
+    for _ in range(3):
+        step(model, [stream], [len(text)])
+    stream.done = 0
+    stream.table = tuple(next(blocks) for _ in stream.table)
+    while not stream.finished:
+        step(model, [stream], [100])
+    assert stream.output == expected
+
+
+@pytest.mark.parametrize("runner", ["modules", "fused"])
+def test_blocks_shared_by_rows_with_a_common_prefix(make: Make, runner: str) -> None:
+    loaded = make("llama")
+    text = prompts((40,))[0]
+    model = paged(loaded, runner)
+    blocks = shuffled_blocks()
+    first = Stream(0, text, blocks)
+    while not first.finished:
+        step(model, [first], [100])
+    other = Stream(1, text[:32] + prompts((7,), seed=5)[0], blocks)
+    other.table = first.table[:2] + other.table[2:]
+    other.done = 32
+    while not other.finished:
+        step(model, [other], [3])
+    assert other.output == alone(make("llama"), other.tokens[: other.prompt])
+    assert first.output == alone(make("llama"), text)
+
+
+@pytest.mark.parametrize("runner", ["modules", "fused"])
+def test_logprobs_are_as_many_as_tokens_and_those_of_the_model(make: Make, runner: str) -> None:
+    loaded = make("llama")
+    texts = prompts()
+    with torch.inference_mode():
+        tables = [loaded.model(torch.tensor([text])).logits[0, -1].log_softmax(-1) for text in texts]
+    model = paged(loaded, runner)
+    blocks = shuffled_blocks()
+    asked = [RowSampling(logprobs=3), RowSampling(), RowSampling(temperature=0.8, seed=5, logprobs=0)]
+    rows = [
+        Stream(key, text, blocks).row(100, sampling)
+        for key, (text, sampling) in enumerate(zip(texts, asked, strict=True))
+    ]
+    result = model.run(PagedStep(tuple(rows)))
+    assert result.logprobs is not None
+    assert len(result.logprobs) == len(result.token_ids) == 3
+    assert result.logprobs[1] is None
+    for index, count in ((0, 3), (2, 0)):
+        entry = result.logprobs[index]
+        assert entry is not None
+        own, best = entry
+        assert own == pytest.approx(float(tables[index][result.token_ids[index]]), abs=1e-3)
+        assert [token for token, _ in best] == tables[index].topk(count).indices.tolist()
+
+
+def test_sampled_tokens_do_not_depend_on_the_runner_or_the_company(make: Make) -> None:
+    sampling = [RowSampling(temperature=0.9, top_p=0.9, seed=seed) for seed in (1, 2, 3)]
+    outputs = []
+    for runner, together in (("modules", True), ("fused", True), ("fused", False)):
+        model = paged(make("qwen2"), runner)
+        blocks = shuffled_blocks()
+        rows = [
+            Stream(key, text, blocks).row(100, s) for key, (text, s) in enumerate(zip(prompts(), sampling, strict=True))
+        ]
+        steps = [tuple(rows)] if together else [(row,) for row in rows]
+        outputs.append([token for plan in steps for token in model.run(PagedStep(plan)).token_ids])
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+@pytest.mark.parametrize("runner", ["modules", "fused"])
+def test_a_step_without_sampling_rows_returns_nothing(make: Make, runner: str) -> None:
+    model = paged(make("llama"), runner)
+    result = model.run(PagedStep((PagedRow(0, (1, 2, 3), 0, (4,), None),)))
+    assert (result.token_ids, result.logprobs) == ((), None)
+
+
+@pytest.mark.parametrize("runner", ["modules", "fused"])
+def test_bad_plans_are_refused_and_the_next_one_runs(make: Make, runner: str) -> None:
+    loaded = make("llama")
+    text = prompts((20,))[0]
+    expected = alone(loaded, text, 1)
+    model = paged(loaded, runner)
+    good = PagedStep((PagedRow(0, tuple(text), 0, (3, 1), GREEDY),))
+    bad = [
+        (PagedRow(7, tuple(text), 0, (3,), GREEDY), "row 7: block_table has 1 blocks"),
+        (PagedRow(7, (), 0, (3,), GREEDY), "row 7: token_ids is empty"),
+        (PagedRow(7, (1,), 0, (BLOCKS,), GREEDY), f"outside 0..{BLOCKS - 1}"),
+        (PagedRow(7, (VOCAB,), 0, (3,), GREEDY), f"outside 0..{VOCAB - 1}"),
+        (PagedRow(7, (1,), POSITIONS, tuple(range(9)), GREEDY), f"max_model_len={POSITIONS}"),
+    ]
+    for row, message in bad:
+        with pytest.raises(ValueError, match=message):
+            model.run(PagedStep((*good.rows, row)))
+        assert list(model.run(good).token_ids) == expected
+    with pytest.raises(TypeError, match="PaddedDecode"):
+        model.run(PaddedDecode())
+
+
+@pytest.mark.parametrize("runner", ["modules", "fused"])
+def test_logits_that_are_no_numbers_are_an_error(make: Make, runner: str) -> None:
+    loaded = make("llama")
+    model = paged(loaded, runner)
+    loaded.model.lm_head.weight.fill_(float("nan"))
+    if runner == "fused":  # it has read the weights: poison what it reads each step
+        loaded.model.model.embed_tokens.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="row 0"):
+        model.run(PagedStep((PagedRow(0, (1, 2), 0, (0,), GREEDY),)))
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("mamba", "does not use transformers' attention interface"),
+        ("gemma2", "its attention uses softcap"),
+        ("llama4", "layers of type chunked_attention"),
+    ],
+)
+def test_other_architectures_are_refused_with_the_reason(make: Make, family: str, reason: str) -> None:
+    loaded = make(family)
+    before = alone(loaded, [1, 2, 3], 2)
+    with pytest.raises(ValueError, match=reason):
+        PagedModel(loaded, total_blocks=BLOCKS, block_tokens=BLOCK)
+    assert alone(loaded, [1, 2, 3], 2) == before  # it can still be served another way
+
+
+def test_a_position_encoding_that_depends_on_the_batch_is_refused(make: Make) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    model = build("llama", rope_parameters=rope)
+    with pytest.raises(ValueError, match=r"position encoding \(dynamic\)"):
+        PagedModel(LoadedModel(model, Path(), make("llama").info), total_blocks=BLOCKS, block_tokens=BLOCK)
+
+
+def test_a_model_that_would_answer_otherwise_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = make("gpt2")
+    attention = type(loaded.model.transformer.h[0].attn)
+    own = attention.forward
+
+    def remembering(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Mixes neighbouring tokens outside the attention function, as a convolution or a recurrence would."""
+        return own(self, hidden + hidden.roll(1, dims=1), *args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", remembering)
+    with pytest.raises(ValueError, match="off by"):
+        PagedModel(loaded, total_blocks=BLOCKS, block_tokens=BLOCK)
+
+
+def test_without_a_compiler_the_modules_runner_says_the_same(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = make("llama")
+    text = prompts((23,))[0]
+    expected = alone(loaded, text, 1)
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    with caplog.at_level(logging.WARNING, "wsbatch.model"):
+        model = PagedModel(loaded, total_blocks=BLOCKS, block_tokens=BLOCK)
+    assert model.runner == "modules"
+    assert "no C++ compiler was found" in caplog.text
+    assert list(model.run(PagedStep((PagedRow(0, tuple(text), 0, (3, 1), GREEDY),))).token_ids) == expected
+    with pytest.raises(ValueError, match="no C\\+\\+ compiler"):
+        PagedModel(make("llama"), total_blocks=BLOCKS, block_tokens=BLOCK, runner="fused")
+
+
+def test_auto_takes_the_fused_runner_where_it_can(make: Make) -> None:
+    paged(make("llama"), "fused")  # skips where there are no kernels
+    assert PagedModel(make("llama"), total_blocks=BLOCKS, block_tokens=BLOCK).runner == "fused"
+    assert PagedModel(make("gpt2"), total_blocks=BLOCKS, block_tokens=BLOCK).runner == "modules"
+    assert PagedModel(make("llama"), total_blocks=BLOCKS, block_tokens=8).runner == "modules"
