@@ -47,7 +47,7 @@ class Generation:
         self._token_ids = list(self.request.resume_token_ids)
         self._text: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._detokenizer = codec.detokenizer(prompt_ids)
+        self._detokenizer = codec.detokenizer()
         self._stops = StopText(self.request.sampling.stop)
         for token_id in self.request.resume_token_ids:
             # Sent elsewhere already, all but the tail that was held back there: the same ids hold it back here too.

@@ -46,7 +46,7 @@ class Tokenising:
         if request.token_ids is not None:
             return list(request.token_ids)
         messages = request.messages or ()
-        size = len((request.prompt or "").encode()) + sum(len(message.content.encode()) for message in messages)
+        size = _size(request.prompt or "") + sum(_size(message.content) for message in messages)
         if size > self._max_bytes:
             raise TooLarge(f"the prompt holds {size} bytes: more than {self._max_bytes} cannot fit the model's context")
 
@@ -58,3 +58,8 @@ class Tokenising:
         if size <= _INLINE_BYTES:
             return encode()
         return await self._run(encode)
+
+
+def _size(text: str) -> int:
+    """Bytes of UTF-8; a lone surrogate counts too: refusing it is the codec's business."""
+    return len(text.encode("utf-8", "surrogatepass"))

@@ -151,6 +151,6 @@ def test_nobody_speaks_for_the_demo_models_system(demo_pair: Pair) -> None:
 @often
 @given(ids=st.lists(st.integers(0, 49_200), max_size=20))
 def test_outputs_of_the_demo_model(demo_pair: Pair, ids: list[int]) -> None:
-    detokenizer = demo_pair.codec.detokenizer(())
+    detokenizer = demo_pair.codec.detokenizer()
     text = "".join([*map(detokenizer.push, ids), detokenizer.flush()])
     assert text == demo_pair.theirs.decode(ids, skip_special_tokens=True)

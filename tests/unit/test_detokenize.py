@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from wsbatch.detokenize import ByteDetokenizer, StopText
+from wsbatch.text.detokenize import ByteDetokenizer, StopText
 
 BYTES = tuple(bytes([byte]) for byte in range(256))
 

@@ -119,7 +119,7 @@ class Pair:
         return self.library.decode(ids, skip_special_tokens=True)
 
     def deltas(self, ids: list[int]) -> list[str]:
-        detokenizer = self.codec.detokenizer(())
+        detokenizer = self.codec.detokenizer()
         return [*map(detokenizer.push, ids), detokenizer.flush()]
 
     def ids(self, *tokens: str) -> list[int]:
@@ -161,7 +161,7 @@ def test_deltas_of_a_text_are_the_whole_decoded(pair: Pair, text: str) -> None:
 @example(text="🙂 日本語 한국어 👍🏽 é x done")
 def test_byte_level_holds_back_only_the_bytes_of_a_started_character(make: Make, text: str) -> None:
     pair = make(byte_level)
-    detokenizer = pair.codec.detokenizer(())
+    detokenizer = pair.codec.detokenizer()
     ids = pair.codec.encode(text)
     sent = ""
     for end, id_ in enumerate(ids, 1):
@@ -175,7 +175,7 @@ def test_byte_level_holds_back_only_the_bytes_of_a_started_character(make: Make,
 @given(numbers=st.lists(st.integers(0, 290), max_size=24))
 def test_byte_fallback_holds_back_only_a_run_of_bytes(make: Make, numbers: list[int]) -> None:
     pair = make(byte_fallback)
-    detokenizer = pair.codec.detokenizer(())
+    detokenizer = pair.codec.detokenizer()
     ids = [number % pair.size for number in numbers]
     sent = ""
     for end, id_ in enumerate(ids, 1):
@@ -204,6 +204,6 @@ def test_bytes_of_the_simulated_model(text: str, deltas: list[str]) -> None:
     codec = ByteText()
     ids = codec.encode(text)
     assert codec.decode([*ids, 256]) == text
-    detokenizer = codec.detokenizer(())
+    detokenizer = codec.detokenizer()
     assert [*map(detokenizer.push, ids), detokenizer.flush()] == deltas
     assert detokenizer.push(256) == ""

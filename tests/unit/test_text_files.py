@@ -8,10 +8,10 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from wsbatch.chat_template import ChatTemplate
 from wsbatch.errors import BadRequest
 from wsbatch.messages import ChatMessage
 from wsbatch.text import ByteText, HuggingFaceText
+from wsbatch.text.chat_template import ChatTemplate
 
 TALK = [ChatMessage("system", "Be <brief> & 'kind'."), ChatMessage("user", "hi"), ChatMessage("assistant", "ho")]
 

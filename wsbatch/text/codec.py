@@ -5,12 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from wsbatch.detokenize import ByteDetokenizer, Detokenizer, StopText
 from wsbatch.errors import BadRequest
 from wsbatch.messages import ChatMessage
-from wsbatch.tokenizer_files import TokenizerFiles
-
-__all__ = ["ROLES", "ByteText", "Detokenizer", "HuggingFaceText", "StopText", "TextCodec"]
+from wsbatch.text.detokenize import ByteDetokenizer, Detokenizer
+from wsbatch.text.tokenizer_files import TokenizerFiles
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -52,8 +50,8 @@ class TextCodec(Protocol):
         """Ids as text; special tokens and ids outside the vocabulary are skipped, invalid bytes become U+FFFD."""
         ...
 
-    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
-        """For one output. `prompt_ids` is what it continues; its text is that of the output alone all the same."""
+    def detokenizer(self) -> Detokenizer:
+        """For one output: its text is that of its own ids, whatever prompt it continues."""
         ...
 
 
@@ -78,7 +76,7 @@ class ByteText(TextCodec):
         """See `TextCodec`."""
         return bytes(token_id for token_id in token_ids if token_id < 256).decode("utf-8", "replace")
 
-    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
+    def detokenizer(self) -> Detokenizer:
         """See `TextCodec`."""
         return ByteDetokenizer(self._pieces)
 
@@ -99,8 +97,8 @@ class HuggingFaceText(TextCodec):
     """
 
     def __init__(self, directory: str | Path) -> None:
-        from wsbatch.chat_template import ChatTemplate
-        from wsbatch.tokenizer import Tokenizer
+        from wsbatch.text.chat_template import ChatTemplate
+        from wsbatch.text.tokenizer import Tokenizer
 
         files = TokenizerFiles.read(Path(directory))
         self._tokenizer = Tokenizer(files)
@@ -147,7 +145,7 @@ class HuggingFaceText(TextCodec):
         """See `TextCodec`."""
         return self._tokenizer.decode(token_ids)
 
-    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
+    def detokenizer(self) -> Detokenizer:
         """See `TextCodec`."""
         return self._tokenizer.detokenizer()
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers.models import WordLevel
 
-from wsbatch.detokenize import BYTE, PLAIN, SILENT, ByteDetokenizer, Detokenizer, WindowDetokenizer
-from wsbatch.tokenizer_files import TokenizerFiles
+from wsbatch.text.detokenize import BYTE, PLAIN, SILENT, ByteDetokenizer, Detokenizer, WindowDetokenizer
+from wsbatch.text.tokenizer_files import TokenizerFiles
 
 
 class Found(NamedTuple):

@@ -1,0 +1,6 @@
+"""Text to ids and back: chat templates, tokenising, incremental detokenising, stop strings. No torch."""
+
+from wsbatch.text.codec import ByteText, HuggingFaceText, TextCodec
+from wsbatch.text.detokenize import Detokenizer, StopText
+
+__all__ = ["ByteText", "Detokenizer", "HuggingFaceText", "StopText", "TextCodec"]
