@@ -221,9 +221,10 @@ class _WebSocket:
         """Ping a silent client, and abort where it stays silent. Whatever arrives counts as life."""
         while True:
             heard_at = self._replay.heard_at
-            silent_s = trio.current_time() - heard_at
-            if silent_s < self._config.ping_interval_s:
-                await trio.sleep(self._config.ping_interval_s - silent_s)
+            # A time, not a duration: the difference of two floats can leave a rest too small to move the clock.
+            ping_at = heard_at + self._config.ping_interval_s
+            if trio.current_time() < ping_at:
+                await trio.sleep_until(ping_at)
                 continue
             # `ping` waits for the pong, and does not wake when the connection dies.
             with trio.move_on_after(self._config.ping_timeout_s), suppress(*_ENDED):

@@ -5,6 +5,7 @@ from itertools import count
 from math import exp, inf
 
 import pytest
+
 from wsbatch_bench.quantiles import (
     autocorrelation_time,
     mean_interval,

@@ -9,6 +9,7 @@ from statistics import fmean
 
 import pytest
 from scipy import stats as scipy_stats
+
 from wsbatch_bench.arrivals import parse_arrivals
 from wsbatch_bench.lengths import DEFAULT_OUTPUTS, DEFAULT_PROMPTS, parse_lengths
 from wsbatch_bench.trace import draw_trace, load_trace

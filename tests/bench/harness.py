@@ -1,0 +1,54 @@
+"""A short way to put load on the whole server in virtual time."""
+
+from collections.abc import Callable
+
+from wsbatch.config import EngineConfig
+from wsbatch.model.simulated import StepCosts
+from wsbatch.testing.worker import VirtualWorker
+from wsbatch_bench.arrivals import parse_arrivals
+from wsbatch_bench.lengths import parse_lengths
+from wsbatch_bench.load import LoadPlan, LoadRun, run_load
+from wsbatch_bench.trace import Trace, draw_trace
+from wsbatch_bench.virtual import open_virtual_target, run_virtual
+
+COSTS = StepCosts(tau_s=0.010, alpha_s=0.001, beta_s=0.0001)
+
+
+def short_trace(count: int, arrivals: str = "poisson", *, prompt: int = 20, output: int = 5, seed: int = 1) -> Trace:
+    """Fixed lengths, small enough for a test."""
+    return draw_trace(
+        count,
+        parse_arrivals(arrivals),
+        prompts=parse_lengths(f"fixed:tokens={prompt}"),
+        outputs=parse_lengths(f"fixed:tokens={output}"),
+        seed=seed,
+    )
+
+
+def load(
+    trace: Trace,
+    rate: float,
+    *,
+    warmup: int = 0,
+    measured: int | None = None,
+    stop_unstable: bool = False,
+    costs: StepCosts = COSTS,
+    prepare: Callable[[VirtualWorker], None] = lambda worker: None,
+    **config: object,
+) -> LoadRun:
+    """Run it; `prepare` is given the worker before the load starts."""
+
+    async def main() -> LoadRun:
+        fields = {"model": "simulated", "max_batch_size": 4, "max_wait_ms": 0.0} | config
+        async with open_virtual_target(EngineConfig(**fields), costs) as (target, worker):  # type: ignore[arg-type]
+            prepare(worker)
+            plan = LoadPlan(
+                trace=trace,
+                rate=rate,
+                warmup=warmup,
+                measured=measured or len(trace.entries) - warmup,
+                stop_unstable=stop_unstable,
+            )
+            return await run_load(target, plan)
+
+    return run_virtual(main)
