@@ -13,8 +13,7 @@ from wsbatch.errors import Draining, RequestError
 from wsbatch.http import Answer, Head, plain_answer
 from wsbatch.session import Connection, Session
 from wsbatch.transport import RawStream, Transport
-from wsbatch.wire import CODECS, SUBPROTOCOLS
-from wsbatch.wire_fields import WireLimits
+from wsbatch.wire import CODECS, SUBPROTOCOLS, WireLimits
 
 # What a server that is told to stop at once, or is cancelled, takes to tell its clients.
 _SHUTDOWN_S = 0.5

@@ -12,8 +12,8 @@ import trio_websocket
 from trio.testing import MemoryReceiveStream, MemorySendStream, MockClock, memory_stream_pair
 
 from wsbatch.client import Client, ProtocolError, Refused, TokenStream, open_client
-from wsbatch.client_dial import parse_url
-from wsbatch.client_request import build_request
+from wsbatch.client.dial import parse_url
+from wsbatch.client.request import build_request
 from wsbatch.errors import (
     BY_CODE,
     BadRequest,

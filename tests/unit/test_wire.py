@@ -22,7 +22,7 @@ from wsbatch.messages import (
     Usage,
 )
 from wsbatch.wire import CODECS, JSON, MSGPACK, SUBPROTOCOLS, Codec, DecodeError, JsonCodec, MsgpackCodec
-from wsbatch.wire_fields import MAX_SAFE_INTEGER, WireLimits
+from wsbatch.wire.fields import MAX_SAFE_INTEGER, WireLimits
 
 CODEC_PAIR = pytest.mark.parametrize("codec", [MSGPACK, JSON], ids=["msgpack", "json"])
 

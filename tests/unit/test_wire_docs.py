@@ -20,7 +20,7 @@ from wsbatch.messages import (
     Tokens,
 )
 from wsbatch.wire import JSON, DecodeError
-from wsbatch.wire_unsupported import _UNSUPPORTED
+from wsbatch.wire.unsupported import _UNSUPPORTED
 
 TEXT = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 

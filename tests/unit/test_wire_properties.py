@@ -32,8 +32,8 @@ from wsbatch.messages import (
     Usage,
 )
 from wsbatch.wire import JSON, MSGPACK, Codec, DecodeError
-from wsbatch.wire_fields import MAX_SAFE_INTEGER, MAX_TOKEN_ID
-from wsbatch.wire_unsupported import _UNSUPPORTED
+from wsbatch.wire.fields import MAX_SAFE_INTEGER, MAX_TOKEN_ID
+from wsbatch.wire.unsupported import _UNSUPPORTED
 
 # Without a deadline: nothing here is a test of time.
 FUZZ = settings(max_examples=150, deadline=None)

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import trio
 import trio_websocket
 
-from wsbatch.client_errors import ProtocolError, refusal_of
+from wsbatch.client.errors import ProtocolError, refusal_of
 from wsbatch.errors import ConnectionLost
 
 # Answers are larger than requests: a `finished` with `stream: false` and log probabilities is one message.

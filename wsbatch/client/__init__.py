@@ -16,11 +16,11 @@ from typing import Unpack
 
 import trio
 
-from wsbatch.client_connection import Client, greeting
-from wsbatch.client_dial import open_stream, parse_url, upgrade
-from wsbatch.client_errors import ProtocolError, Refused
-from wsbatch.client_request import GenerateParams, Prompt
-from wsbatch.client_stream import Completion, Jitter, TokenStream, backoff_s
+from wsbatch.client.connection import Client, greeting
+from wsbatch.client.dial import open_stream, parse_url, upgrade
+from wsbatch.client.errors import ProtocolError, Refused
+from wsbatch.client.request import GenerateParams, Prompt
+from wsbatch.client.stream import Completion, Jitter, TokenStream, backoff_s
 from wsbatch.errors import ConnectionLost, RequestError
 from wsbatch.wire import CODECS, MSGPACK
 

@@ -12,9 +12,9 @@ from typing import Unpack
 import trio
 import trio_websocket
 
-from wsbatch.client_errors import ProtocolError, error_of
-from wsbatch.client_request import GenerateParams, Prompt, build_request
-from wsbatch.client_stream import Completion, Jitter, TokenStream
+from wsbatch.client.errors import ProtocolError, error_of
+from wsbatch.client.request import GenerateParams, Prompt, build_request
+from wsbatch.client.stream import Completion, Jitter, TokenStream
 from wsbatch.errors import ConnectionLost, RequestError, TooLarge
 from wsbatch.messages import (
     Accepted,

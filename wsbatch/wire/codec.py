@@ -1,7 +1,7 @@
 """Sans-IO: the bytes and text of WebSocket messages ↔ `wsbatch.messages`. No sockets, no clock.
 
 Two subprotocols carry the same maps: msgpack in binary messages, JSON in text messages. What a client sends is checked
-in three rounds: its size, its syntax (with a bound on what decoding may allocate), its fields (`wire_frames`).
+in three rounds: its size, its syntax (with a bound on what decoding may allocate), its fields (`frames`).
 """
 
 import json
@@ -14,8 +14,8 @@ import msgpack  # type: ignore[import-untyped]
 
 from wsbatch.errors import BadRequest, RequestError, TooLarge, WsbatchError
 from wsbatch.messages import ClientMessage, RequestId, ServerMessage
-from wsbatch.wire_fields import WireLimits, shown
-from wsbatch.wire_frames import ClientFrames, client_frame, read_server_frame, server_frame
+from wsbatch.wire.fields import WireLimits, shown
+from wsbatch.wire.frames import ClientFrames, client_frame, read_server_frame, server_frame
 
 PROTOCOL_VERSION = 1
 

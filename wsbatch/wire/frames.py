@@ -30,7 +30,7 @@ from wsbatch.messages import (
     Tokens,
     Usage,
 )
-from wsbatch.wire_fields import (
+from wsbatch.wire.fields import (
     MAX_SAFE_INTEGER,
     MAX_TOKEN_ID,
     Reader,
@@ -47,7 +47,7 @@ from wsbatch.wire_fields import (
     token_logprobs,
     wrong_type,
 )
-from wsbatch.wire_unsupported import refuse_unsupported
+from wsbatch.wire.unsupported import refuse_unsupported
 
 # What stands on the wire for a log probability of minus infinity: JSON has no infinities.
 LOGPROB_FLOOR = -9999.0

@@ -7,7 +7,7 @@ silent loss would change what is generated; it passes only with the value that a
 from collections.abc import Mapping
 
 from wsbatch.errors import BadRequest
-from wsbatch.wire_fields import shown
+from wsbatch.wire.fields import shown
 
 # name → (the values that ask for nothing, what to use instead or "")
 _UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {

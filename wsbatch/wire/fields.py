@@ -1,7 +1,7 @@
 """Readers: check one value from a frame against its type and its bound, and say which field was wrong.
 
 A reader takes a field's name and its decoded value, and returns the value a message carries or raises `BadRequest`
-(`TooLarge` for a size) naming the field, the value and the bound. `wire_frames` has the table of who reads what.
+(`TooLarge` for a size) naming the field, the value and the bound. `frames` has the table of who reads what.
 """
 
 from collections.abc import Callable, Mapping

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import trio
 
-from wsbatch.client_errors import ProtocolError, error_of
+from wsbatch.client.errors import ProtocolError, error_of
 from wsbatch.errors import RequestError, WsbatchError
 from wsbatch.messages import (
     Accepted,
