@@ -149,6 +149,8 @@ class Chat:
             print("\n[once more, or Ctrl-D, to leave]")
             print(PROMPT + typed_so_far(), end="", flush=True)
         else:
+            if self._typed:
+                print()
             self._whole.cancel()
 
     def _obey(self, command: str, rest: str) -> bool:

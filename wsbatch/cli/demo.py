@@ -85,7 +85,7 @@ class _Demo:
         try:
             async with connect(server.url) as client, client.generate(request) as stream:
                 await write(f"{client.hello.model} on {server.url}\n\n> {self._prompt}\n")
-                finished, pace = await write_text(stream)
+                finished, pace = await write_text(stream, end_line=True)
             await write(f"\n[{pace}]\n")
         except WsbatchError as error:
             complain("demo", error)

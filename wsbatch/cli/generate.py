@@ -92,7 +92,7 @@ async def _generate(arguments: argparse.Namespace, prompt: str) -> int:
 
 
 async def _print_text(stream: TokenStream) -> None:
-    finished, pace = await write_text(stream)
+    finished, pace = await write_text(stream, end_line=sys.stdout.isatty())
     if sys.stderr.isatty():
         print(f"[{pace}]", file=sys.stderr)
     if finished.finish_reason == "shutdown":

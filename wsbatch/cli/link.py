@@ -72,7 +72,9 @@ class Link:
                     raise
                 if isinstance(error, ConnectionLost | Draining):
                     self.drop()
-                self._notify(f"{error}; trying again in {delay_s:.1f} s")
+                if not patience.tried:
+                    self._notify(f"{error}; trying again for up to {_PATIENCE_S:.0f} s")
+                patience.tried = True
                 await trio.sleep(delay_s)
 
     def drop(self) -> None:
@@ -125,6 +127,7 @@ class _Patience:
         self.renew()
 
     def renew(self) -> None:
+        self.tried = False
         self._until_s = trio.current_time() + _PATIENCE_S
         self._next_s = _FIRST_DELAY_S
 

@@ -76,8 +76,8 @@ class Pace:
         return ", ".join(parts)
 
 
-async def write_text(stream: TokenStream) -> tuple[Finished, Pace]:
-    """Write the stream's text as it comes, and a line's end after it on a terminal. Raises what iterating raises."""
+async def write_text(stream: TokenStream, *, end_line: bool) -> tuple[Finished, Pace]:
+    """Write the stream's text as it comes, and the end of its last line if asked to. Raises what iterating raises."""
     pace = Pace()
     text = "\n"
     async for event in stream:
@@ -86,6 +86,6 @@ async def write_text(stream: TokenStream) -> tuple[Finished, Pace]:
             text = event.text
             await write(printable(text))
     assert isinstance(event, Finished)
-    if sys.stdout.isatty() and not text.endswith("\n"):
+    if end_line and not text.endswith("\n"):
         await write("\n")
     return event, pace
