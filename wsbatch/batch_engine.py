@@ -69,6 +69,7 @@ class BatchEngine:
             closed=self._closed,
             shed=lambda priority: self._requests.shed(priority),
             running=lambda: self._scheduler.running,
+            costs=self._scheduler.ledger.costs,
         )
         # Unbounded: admission bounds what is in it.
         self._arrivals, self._inbox = trio.open_memory_channel[Work](inf)
@@ -212,7 +213,6 @@ class BatchEngine:
 
     def _deliver(self, outcome: StepOutcome) -> None:
         self.metrics.observe_step(outcome.cost)
-        self._intake.costs.record(outcome.cost)
         now_s = trio.current_time()
         for token in outcome.tokens:
             generation = self._requests.live[token.key]

@@ -119,7 +119,10 @@ class EngineConfig(Settings):
         None, "refuse a request whose predicted time to first token is over this; default: never", least=1
     )
     itl_slo_ms: float | None = setting(
-        None, "refuse a request that would make a decode step longer than this; default: never", least=1
+        None,
+        "goal for the time between two tokens: refuse a request that would make a decode step longer; continuous: "
+        "choose the prefill chunk by it, from the measured step costs; default: no goal",
+        least=1,
     )
     step_stall_s: float = setting(
         120.0, "a model step longer than this declares the engine dead", least=0.1, most=86_400

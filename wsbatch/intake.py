@@ -23,6 +23,7 @@ class Intake:
         closed: why nothing is admitted at all (draining, dead); None while the engine is open.
         shed: drop the least urgent waiting request that is less urgent than this class; whether there was one.
         running: live rows now.
+        costs: what steps cost, fitted as they come.
     """
 
     def __init__(
@@ -35,13 +36,14 @@ class Intake:
         closed: Callable[[], RequestError | None],
         shed: Callable[[int], bool],
         running: Callable[[], int],
+        costs: StepCostFit,
     ) -> None:
         self.admission = Admission(
             max_requests=config.max_queue_requests,
             max_tokens=config.max_queue_tokens,
             max_request_tokens=max_request_tokens,
         )
-        self.costs = StepCostFit()
+        self._costs = costs
         self._config = config
         self._info = info
         self._tokenise = tokenise
@@ -103,24 +105,22 @@ class Intake:
 
     def _check_latency(self, tokens: int) -> None:
         """Refuse what would break a latency goal, as far as the steps so far tell. Raises QueueFull."""
+        costs = self._costs.fitted()
+        if costs is None:
+            return
         running, waiting = self._running(), self.admission.requests  # this request included
         slots = self._config.max_batch_size
         if self._config.itl_slo_ms is not None:
-            step_s = self.costs.step_s(decode_rows=min(slots, running + waiting), prefill_tokens=0)
-            if step_s is not None and step_s * 1000 > self._config.itl_slo_ms:
-                raise QueueFull(
-                    f"a step with one more row would take {step_s * 1000:.0f} ms: over itl_slo_ms "
-                    f"{self._config.itl_slo_ms:g}",
-                    retry_after_ms=self.admission.retry_after_ms(),
-                )
+            step_ms = 1000 * costs.step_s(decode_rows=min(slots, running + waiting), prefill_tokens=0)
+            if step_ms > self._config.itl_slo_ms:
+                raise self._too_slow(f"a step with one more row would take {step_ms:.0f} ms", "itl_slo_ms")
         if self._config.ttft_slo_ms is not None:
-            step_s = self.costs.step_s(decode_rows=running, prefill_tokens=self.admission.tokens + tokens)
-            if step_s is None:
-                return
+            prefill_s = costs.step_s(decode_rows=running, prefill_tokens=self.admission.tokens + tokens)
             queue_s = waiting * self.admission.interval_s if running + waiting > slots else 0.0
-            ttft_ms = (queue_s + step_s) * 1000
+            ttft_ms = (queue_s + prefill_s) * 1000
             if ttft_ms > self._config.ttft_slo_ms:
-                raise QueueFull(
-                    f"the first token would come after {ttft_ms:.0f} ms: over ttft_slo_ms {self._config.ttft_slo_ms:g}",
-                    retry_after_ms=self.admission.retry_after_ms(),
-                )
+                raise self._too_slow(f"the first token would come after {ttft_ms:.0f} ms", "ttft_slo_ms")
+
+    def _too_slow(self, what: str, goal: str) -> QueueFull:
+        message = f"{what}: over {goal} {getattr(self._config, goal):g}"
+        return QueueFull(message, retry_after_ms=self.admission.retry_after_ms())

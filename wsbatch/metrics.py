@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from wsbatch.batching.accounting import StepCost
+from wsbatch.batching.costs import StepCost
 from wsbatch.batching.scheduler import CacheStats
 from wsbatch.messages import Finished
 
@@ -100,10 +100,12 @@ class EngineMetrics:
         """Count one step."""
         self.batch_size.observe(cost.rows)
         self.step_seconds.observe(cost.seconds)
-        self.issued_tokens.labels(cost.phase).inc(cost.issued_tokens)
-        self.useful_tokens.labels(cost.phase).inc(cost.useful_tokens)
-        if cost.phase == "decode":
-            self.slot_utilization.set(cost.useful_tokens / cost.issued_tokens)
+        self.issued_tokens.labels("prefill").inc(cost.prefill_tokens)
+        self.useful_tokens.labels("prefill").inc(cost.useful_prefill_tokens)
+        self.issued_tokens.labels("decode").inc(cost.decode_slots)
+        self.useful_tokens.labels("decode").inc(cost.useful_decode_slots)
+        if cost.decode_slots:
+            self.slot_utilization.set(cost.useful_decode_slots / cost.decode_slots)
 
     def observe_finished(self, finished: Finished) -> None:
         """Count one request that ran to its end."""

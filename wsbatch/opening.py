@@ -94,6 +94,7 @@ def make_scheduler(config: EngineConfig, *, now_s: float) -> Scheduler:
             max_batch_size=config.max_batch_size,
             max_batch_prefill_tokens=config.max_batch_prefill_tokens,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
+            itl_slo_s=None if config.itl_slo_ms is None else config.itl_slo_ms / 1000,
             pool=BlockPool(_total_blocks(config), config.block_tokens, prefix_cache=config.prefix_cache),
         )
     return DynamicScheduler(

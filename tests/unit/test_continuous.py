@@ -179,7 +179,6 @@ def test_the_least_urgent_row_gives_way_and_comes_back_to_recompute_without_repe
     assert rows[1].sampling == RowSampling(seed=3)
     outcome = complete(batch, rows, 555)
     assert [(one.key, one.token_id) for one in outcome.tokens] == [(2, 555), (3, 555)]
-    assert outcome.cost.phase == "prefill"
     assert (outcome.cost.issued_tokens, outcome.cost.prefill_tokens) == (1 + 8, 8)
     assert outcome.cost.useful_tokens == 1 + 1  # 7 of the 8 were computed before
     (_, back) = decide(batch)

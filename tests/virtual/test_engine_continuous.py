@@ -99,6 +99,25 @@ async def test_streams_do_not_stall_while_a_long_prompt_is_prefilled(autojump_cl
     assert gaps[4096] > 4000 * 0.0005
 
 
+async def test_an_itl_goal_chooses_the_chunk(autojump_clock: MockClock) -> None:
+    """Steps cost 10 ms + 1 ms a row + 0.5 ms a prompt token: beside eight rows 50 ms leave room for 64 tokens."""
+    chosen = config(max_batch_size=16, prefill_chunk_tokens=512, max_batch_prefill_tokens=4096, itl_slo_ms=50.0)
+    async with open_virtual_engine(chosen) as (engine, _), trio.open_nursery() as nursery:
+        times: list[list[float]] = []
+
+        async def read(stream: Stream) -> None:
+            times.append(await token_times(stream))
+
+        for length in (20, 40, 60, 80, 20, 40, 60, 80):
+            nursery.start_soon(read, await engine.submit(request(tokens=300, prompt="z" * length)))
+        await trio.sleep(1.0)
+        tuned_s = trio.current_time()
+        await ending(await engine.submit(request(tokens=4, prompt="x" * 2000)))
+        assert engine.scheduler.prefill_chunk_tokens in range(56, 66)  # type: ignore[attr-defined]
+    gaps = [later - sooner for row in times for sooner, later in pairwise(row) if sooner > tuned_s]
+    assert 0.040 < max(gaps) <= 0.051
+
+
 async def test_a_prefix_seen_before_is_not_computed_again(autojump_clock: MockClock) -> None:
     async with open_virtual_engine(config()) as (engine, _):
         first = await ending(await engine.submit(request(prompt="y" * 100, stream=False)))
@@ -121,7 +140,7 @@ async def test_seven_short_rows_beside_a_long_one_waste_nothing(autojump_clock: 
         ends = [await ending(stream) for stream in streams]
         ledger = engine.scheduler.ledger
         assert ledger.decode.waste_fraction == 0
-        assert ledger.decode.issued_tokens == 52 + 3
+        assert ledger.decode.issued_tokens == ledger.decode.useful_tokens == 52 + 3
         assert all(isinstance(end, Finished) and end.batch.hol_delay_ms == 0 for end in ends)
 
 

@@ -7,26 +7,7 @@ finished rows included; a slot is useful when somebody asked for its token.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """What one step computed, in token slots.
-
-    Attributes:
-        phase: decode, or prefill where any prompt token was computed.
-        rows: rows in the step.
-        issued_tokens: token slots computed, padding, finished rows and recomputation included.
-        useful_tokens: of those, the ones somebody asked for.
-        prefill_tokens: of the issued, those of prompts (padding included); the others are decode rows.
-        seconds: time in the model.
-    """
-
-    phase: str
-    rows: int
-    issued_tokens: int
-    useful_tokens: int
-    prefill_tokens: int
-    seconds: float
+from wsbatch.batching.costs import StepCost, StepCostFit
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +22,30 @@ class RowReport:
 
 
 @dataclass(slots=True)
-class PhaseTotals:
-    """Sums over the steps of one phase. `utilization_seconds` is each step's utilisation times its duration."""
+class SlotTotals:
+    """Sums over the steps that held such slots (of prompts, or of decodes).
+
+    `utilization_seconds` is each step's utilisation of these slots times its duration.
+    """
 
     steps: int = 0
-    rows: int = 0
     issued_tokens: int = 0
     useful_tokens: int = 0
     seconds: float = 0.0
     utilization_seconds: float = 0.0
 
-    def add(self, cost: StepCost) -> None:
-        """Count one step."""
-        self.steps += 1
-        self.rows += cost.rows
-        self.issued_tokens += cost.issued_tokens
-        self.useful_tokens += cost.useful_tokens
-        self.seconds += cost.seconds
-        self.utilization_seconds += cost.seconds * cost.useful_tokens / cost.issued_tokens
+    def add(self, issued: int, useful: int, seconds: float) -> None:
+        """Count one step's slots of this kind; a step without any does not count."""
+        if issued:
+            self.steps += 1
+            self.issued_tokens += issued
+            self.useful_tokens += useful
+            self.seconds += seconds
+            self.utilization_seconds += seconds * useful / issued
 
     @property
     def waste_fraction(self) -> float:
-        """Share of the issued token slots nobody asked for, every slot counting the same; 0 before the first step."""
+        """Share of the issued slots nobody asked for, every slot counting the same; 0 before the first step."""
         return 1 - self.useful_tokens / self.issued_tokens if self.issued_tokens else 0.0
 
     @property
@@ -90,10 +73,13 @@ class _Company:
 
 @dataclass(slots=True)
 class Ledger:
-    """Running sums of all steps, and for each running request what was spent while it ran."""
+    """Running sums of all steps, their fitted costs, and for each running request what was spent while it ran."""
 
-    prefill: PhaseTotals = field(default_factory=PhaseTotals)
-    decode: PhaseTotals = field(default_factory=PhaseTotals)
+    prefill: SlotTotals = field(default_factory=SlotTotals)
+    decode: SlotTotals = field(default_factory=SlotTotals)
+    steps: int = 0
+    rows: int = 0
+    costs: StepCostFit = field(default_factory=StepCostFit)
     _company: dict[int, _Company] = field(default_factory=dict)
 
     def join(self, key: int, *, cached_tokens: int = 0) -> None:
@@ -109,7 +95,11 @@ class Ledger:
 
     def record(self, cost: StepCost, keys: Iterable[int]) -> None:
         """Count one step that these requests took part in."""
-        (self.decode if cost.phase == "decode" else self.prefill).add(cost)
+        self.steps += 1
+        self.rows += cost.rows
+        self.prefill.add(cost.prefill_tokens, cost.useful_prefill_tokens, cost.seconds)
+        self.decode.add(cost.decode_slots, cost.useful_decode_slots, cost.seconds)
+        self.costs.record(cost)
         for key in keys:
             company = self._company.get(key)
             if company is not None:
@@ -133,8 +123,8 @@ class Ledger:
     def _sums(self) -> tuple[int, int, int, int]:
         first, second = self.prefill, self.decode
         return (
-            first.steps + second.steps,
-            first.rows + second.rows,
+            self.steps,
+            self.rows,
             first.issued_tokens + second.issued_tokens,
             first.useful_tokens + second.useful_tokens,
         )

@@ -10,12 +10,15 @@ this sense. Blocks, and who gives way when they run out, are the business of `ro
 
 from collections.abc import Sequence
 
-from wsbatch.batching.accounting import Ledger, RowReport, StepCost
+from wsbatch.batching.accounting import Ledger, RowReport
 from wsbatch.batching.blocks import BlockPool
+from wsbatch.batching.costs import FittedCosts, StepCost
 from wsbatch.batching.queue import WaitingQueue, Work
 from wsbatch.batching.rows import Row, Rows
 from wsbatch.batching.scheduler import CacheStats, Decision, Idle, Release, RowToken, Step, StepOutcome
 from wsbatch.steps import PagedRow, PagedStep, StepResult
+
+_TUNE_STEPS = 16
 
 
 class ContinuousScheduler:
@@ -37,8 +40,12 @@ class ContinuousScheduler:
         prefill_chunk_tokens: int,
         pool: BlockPool,
         max_preemptions: int = 3,
+        itl_slo_s: float | None = None,
     ) -> None:
-        """`max_preemptions` 0 reserves each request's whole length at admission. ValueError: a value out of bounds."""
+        """`itl_slo_s`: the goal for a step that decodes; the chunk then follows from the costs of the steps so far.
+
+        `max_preemptions` 0 reserves each request's whole length at admission. ValueError: a value out of bounds.
+        """
         for name, value, least in (
             ("max_batch_size", max_batch_size, 1),
             ("prefill_chunk_tokens", prefill_chunk_tokens, 1),
@@ -52,7 +59,8 @@ class ContinuousScheduler:
         self.pool = pool
         self._max_batch_size = max_batch_size
         self._max_batch_prefill_tokens = max_batch_prefill_tokens
-        self._prefill_chunk_tokens = prefill_chunk_tokens
+        self.prefill_chunk_tokens = prefill_chunk_tokens
+        self._itl_slo_s = itl_slo_s
         self._block_tokens = pool.block_tokens
         self._rows = Rows(pool, max_preemptions)
         self._live: dict[int, Row] = {}
@@ -104,7 +112,7 @@ class ContinuousScheduler:
             if row.computed < len(row.table) * self._block_tokens or (row.table and rows.grow(row, 1)):
                 row.planned = 1
                 plan.append(row)
-        budget = self._prefill_chunk_tokens if decodes else self._max_batch_prefill_tokens
+        budget = self.prefill_chunk_tokens if decodes else self._max_batch_prefill_tokens
         for row in prefills:
             if budget and row.table:
                 row.planned = rows.grow(row, min(budget, row.prompt_end - row.computed))
@@ -135,11 +143,13 @@ class ContinuousScheduler:
         flight, self._flight = self._flight, []
         sampling: list[Row] = []
         keys: list[int] = []
-        issued = useful = prefilled = 0
+        prefilled = useful_prefilled = decoded = useful_decoded = 0
         for row in flight:
-            issued += row.planned
-            if row.computed < row.prompt_end:
+            prompt = row.computed < row.prompt_end
+            if prompt:
                 prefilled += row.planned
+            else:
+                decoded += 1
             row.computed += row.planned
             row.planned = 0
             if row.computed == len(row.tokens):
@@ -151,7 +161,10 @@ class ContinuousScheduler:
                 self._rows.publish(row)
             keys.append(row.work.key)
             if row.computed > row.furthest:
-                useful += row.computed - row.furthest
+                if prompt:
+                    useful_prefilled += row.computed - row.furthest
+                else:
+                    useful_decoded += 1
                 row.furthest = row.computed
         tokens: list[RowToken] = []
         logprobs = result.logprobs or (None,) * len(result.token_ids)
@@ -159,9 +172,11 @@ class ContinuousScheduler:
             if not row.ended:
                 row.tokens.append(token_id)
                 tokens.append(RowToken(row.work.key, token_id, token_logprobs))
-        phase = "prefill" if prefilled else "decode"
-        cost = StepCost(phase, len(flight), issued, useful, prefilled, result.model_ms / 1000)
+        seconds = result.model_ms / 1000
+        cost = StepCost(len(flight), prefilled, useful_prefilled, decoded, useful_decoded, seconds)
         self.ledger.record(cost, keys)
+        if self._itl_slo_s is not None and self.ledger.steps % _TUNE_STEPS == 0:
+            self._tune(self._itl_slo_s)
         return StepOutcome(tuple(tokens), cost)
 
     def abort(self, now_s: float) -> tuple[int, ...]:
@@ -217,6 +232,18 @@ class ContinuousScheduler:
         ended = [row for row in self._flight if row.ended]
         self.pool.check([row.table for row in self._rows.running + ended])
 
+    def _tune(self, itl_slo_s: float) -> None:
+        """Choose the chunk anew: costs drift with the contexts' lengths and with the machine."""
+        costs = self.ledger.costs.fitted()
+        if costs is None or not costs.beta_s:
+            return
+        decodes = sum(row.computed >= row.prompt_end for row in self._rows.running)
+        try:
+            chunk = choose_chunk(itl_slo_s, costs, rows=decodes, block_tokens=self._block_tokens)
+        except ValueError:  # the decodes alone take longer: admission refuses newcomers, prompts go on by the block
+            chunk = self._block_tokens
+        self.prefill_chunk_tokens = min(chunk, self._max_batch_prefill_tokens)
+
     def _candidate(self) -> Row | None:
         """Whoever is next in order among the preempted and the queue."""
         waiting = next(iter(self.queue), None)
@@ -246,17 +273,15 @@ def _paged_row(row: Row) -> PagedRow:
     return PagedRow(row.work.key, ids, row.computed, row.table, sampling)
 
 
-def choose_chunk(
-    itl_slo_s: float, *, tau_s: float, alpha_s: float, beta_s: float, rows: int, block_tokens: int = 16
-) -> int:
+def choose_chunk(itl_slo_s: float, costs: FittedCosts, *, rows: int, block_tokens: int = 16) -> int:
     """The most prompt tokens a step may carry beside `rows` decodes so that it takes at most `itl_slo_s`.
 
-    A step is taken to cost `tau_s + alpha_s * decodes + beta_s * prompt tokens`. At least one block: less would cost a
-    prompt more steps than it saves its neighbours. ValueError where the decodes alone take longer than the SLO.
+    At least one block: less would cost a prompt more steps than it saves its neighbours. ValueError where the decodes
+    alone take longer than the SLO, or where a prompt token costs nothing.
     """
-    if beta_s <= 0:
-        raise ValueError(f"beta_s is {beta_s}: must be above 0")
-    decode_s = tau_s + alpha_s * rows
+    if costs.beta_s <= 0:
+        raise ValueError(f"beta_s is {costs.beta_s}: must be above 0")
+    decode_s = costs.step_s(decode_rows=rows, prefill_tokens=0)
     if decode_s > itl_slo_s:
         raise ValueError(f"itl_slo_s is {itl_slo_s}: must be at least {decode_s:.6g}, a step of {rows} decodes alone")
-    return max(block_tokens, int((itl_slo_s - decode_s) / beta_s))
+    return max(block_tokens, int((itl_slo_s - decode_s) / costs.beta_s))

@@ -1,9 +1,53 @@
-"""What a step costs, fitted while serving: seconds = tau + alpha * decode rows + beta * prompt tokens."""
+"""What a step costs: in slots; and in seconds, tau + alpha * decode rows + beta * prompt tokens, fitted in service."""
 
-from wsbatch.batching.accounting import StepCost
+from dataclasses import dataclass
 
 _FORGET = 0.995
 _LEAST_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What one step computed.
+
+    Attributes:
+        rows: rows in the step.
+        prefill_tokens: token slots of prompts, padding and recomputation included.
+        useful_prefill_tokens: of those, prompt tokens computed for the first time, for somebody who still waits.
+        decode_slots: rows that decoded, finished ones included.
+        useful_decode_slots: of those, rows whose token somebody asked for.
+        seconds: time in the model.
+    """
+
+    rows: int
+    prefill_tokens: int
+    useful_prefill_tokens: int
+    decode_slots: int
+    useful_decode_slots: int
+    seconds: float
+
+    @property
+    def issued_tokens(self) -> int:
+        """Token slots computed."""
+        return self.prefill_tokens + self.decode_slots
+
+    @property
+    def useful_tokens(self) -> int:
+        """Of the issued, the ones somebody asked for."""
+        return self.useful_prefill_tokens + self.useful_decode_slots
+
+
+@dataclass(frozen=True, slots=True)
+class FittedCosts:
+    """Seconds: of a step, of a decode row in it, of a prompt token in it."""
+
+    tau_s: float
+    alpha_s: float
+    beta_s: float
+
+    def step_s(self, *, decode_rows: int, prefill_tokens: int) -> float:
+        """Predicted seconds of such a step."""
+        return self.tau_s + self.alpha_s * decode_rows + self.beta_s * prefill_tokens
 
 
 class StepCostFit:
@@ -20,19 +64,18 @@ class StepCostFit:
 
     def record(self, cost: StepCost) -> None:
         """Learn from one step."""
-        features = (1.0, float(cost.issued_tokens - cost.prefill_tokens), float(cost.prefill_tokens))
+        features = (1.0, float(cost.decode_slots), float(cost.prefill_tokens))
         self._steps += 1
         for row in range(3):
             for column in range(3):
                 self._normal[row][column] = self._normal[row][column] * _FORGET + features[row] * features[column]
             self._moments[row] = self._moments[row] * _FORGET + features[row] * cost.seconds
 
-    def step_s(self, *, decode_rows: int, prefill_tokens: int) -> float | None:
-        """Predicted seconds of such a step; None before enough steps were seen."""
+    def fitted(self) -> FittedCosts | None:
+        """The costs as the recent steps tell them; None before enough steps were seen."""
         if self._steps < _LEAST_STEPS:
             return None
-        tau_s, alpha_s, beta_s = (max(0.0, cost) for cost in _solve(self._normal, self._moments))
-        return tau_s + alpha_s * decode_rows + beta_s * prefill_tokens
+        return FittedCosts(*(max(0.0, cost) for cost in _solve(self._normal, self._moments)))
 
 
 def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:

@@ -8,7 +8,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wsbatch.batching.accounting import Ledger, RowReport, StepCost
+from wsbatch.batching.accounting import Ledger, RowReport
+from wsbatch.batching.costs import StepCost
 from wsbatch.batching.hazard import ArrivalHazard
 from wsbatch.batching.queue import WaitingQueue, Work
 from wsbatch.batching.scheduler import (
@@ -159,13 +160,11 @@ class DynamicScheduler:
         live = [row.ended_s is None for row in self._rows]
         if isinstance(plan, PaddedStart):
             longest = max(len(row.token_ids) for row in plan.rows)
-            issued = longest * len(self._rows)
             useful = sum(len(row.work.token_ids) for row, alive in zip(self._rows, live, strict=True) if alive)
-            phase = "prefill"
+            slots = (longest * len(self._rows), useful, 0, 0)
         else:
-            issued, useful, phase = len(self._rows), sum(live), "decode"
-        prefill_tokens = issued if phase == "prefill" else 0
-        cost = StepCost(phase, len(self._rows), issued, useful, prefill_tokens, result.model_ms / 1000)
+            slots = (0, 0, len(self._rows), sum(live))
+        cost = StepCost(len(self._rows), *slots, seconds=result.model_ms / 1000)
         self.ledger.record(cost, [row.work.key for row in self._rows])
         tokens = []
         for index, (row, alive) in enumerate(zip(self._rows, live, strict=True)):

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from wsbatch.batching.accounting import Ledger, RowReport, StepCost
+from wsbatch.batching.accounting import Ledger, RowReport
+from wsbatch.batching.costs import StepCost
 from wsbatch.batching.queue import WaitingQueue, Work
 from wsbatch.messages import TokenLogprobs
 from wsbatch.steps import StepPlan, StepResult
