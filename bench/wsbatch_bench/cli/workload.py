@@ -1,0 +1,76 @@
+"""The flags that describe a workload, and the trace they ask for. Names are vLLM's where vLLM has the flag."""
+
+import argparse
+from math import inf
+from pathlib import Path
+
+from wsbatch_bench.arrivals import parse_arrivals
+from wsbatch_bench.lengths import DEFAULT_OUTPUTS, DEFAULT_PROMPTS, parse_lengths
+from wsbatch_bench.trace import Trace, draw_trace, load_trace
+
+WORKLOAD_HELP = """\
+arrivals:
+  poisson | constant | gamma:burstiness=0.5 | bursts:k=4,spread_ms=10 | on-off:requests=20,duty=0.25
+  closed:clients=8,think_ms=0        no schedule: each client sends when its last answer has come
+lengths:
+  lognormal:median=100,sigma=0.9,min=1,max=1000 | fixed:tokens=128 | empirical:FILE (a number a line)
+"""
+
+
+def add_workload(parser: argparse.ArgumentParser, *, measured: int) -> None:
+    """Add the flags."""
+    group = parser.add_argument_group("workload")
+    group.add_argument("--arrivals", default="poisson", metavar="SPEC", help="default: %(default)s")
+    group.add_argument("--burstiness", type=float, metavar="X", help="short for --arrivals gamma:burstiness=X")
+    group.add_argument("--prompt-lengths", default=DEFAULT_PROMPTS, metavar="SPEC", help="default: %(default)s")
+    group.add_argument("--output-lengths", default=DEFAULT_OUTPUTS, metavar="SPEC", help="default: %(default)s")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="replay this JSONL trace instead")
+    group.add_argument(
+        "--num-prompts", type=_count, default=measured, metavar="N", help="measured requests (default: %(default)s)"
+    )
+    group.add_argument(
+        "--num-warmups",
+        type=_natural,
+        metavar="N",
+        help="requests before the measured ones, under the same load (default: a fifth of them; 0 at an infinite rate)",
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+
+
+def read_trace(arguments: argparse.Namespace) -> Trace:
+    """The trace that the flags ask for. Raises ValueError or OSError."""
+    if arguments.trace is not None:
+        return load_trace(arguments.trace)
+    arrivals = arguments.arrivals
+    if arguments.burstiness is not None:
+        if arrivals != "poisson":
+            raise ValueError("--burstiness goes with no --arrivals: it is one")
+        arrivals = f"gamma:burstiness={arguments.burstiness:g}"
+    return draw_trace(
+        # Some more than measured: the cool-down uses them before the trace begins anew.
+        2 * (arguments.num_prompts + read_warmups(arguments, 1.0)),
+        parse_arrivals(arrivals),
+        prompts=parse_lengths(arguments.prompt_lengths),
+        outputs=parse_lengths(arguments.output_lengths),
+        seed=arguments.seed,
+    )
+
+
+def read_warmups(arguments: argparse.Namespace, rate: float) -> int:
+    """The number of warm-up requests."""
+    if arguments.num_warmups is not None:
+        return int(arguments.num_warmups)
+    return 0 if rate == inf else int(arguments.num_prompts) // 5
+
+
+def _count(text: str) -> int:
+    number = _natural(text)
+    if number == 0:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
+    return int(text)
