@@ -106,8 +106,14 @@ def test_padding_is_never_nan(family: str, tiny: Load) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_dropping_rows_changes_nothing_for_the_others(family: str, seed: int, tiny: Load, pool: Any) -> None:
     model, rng = PaddedModel(tiny(family)), random.Random(seed)
-    live = rng.sample(pool(family), 8)
-    heard: list[list[int]] = [[token] for token in model.run(start([prompt for prompt, _ in live], NEW)).token_ids]
+    known = [(prompt, said, GREEDY) for prompt, said in rng.sample(pool(family), 5)]
+    for prompt, _ in rng.sample(pool(family), 3):
+        sampled = RowSampling(temperature=3.0, seed=rng.getrandbits(53))
+        known.append((prompt, together(model, start([prompt], NEW, [sampled]))[0], sampled))
+    rng.shuffle(known)
+    live = known
+    plan = start([prompt for prompt, _, _ in live], NEW, [sampling for _, _, sampling in live])
+    heard: list[list[int]] = [[token] for token in model.run(plan).token_ids]
     for step in range(1, NEW):
         keep = None
         if len(live) > 1 and rng.random() < 0.5:
@@ -115,15 +121,16 @@ def test_dropping_rows_changes_nothing_for_the_others(family: str, seed: int, ti
             live, heard = [live[i] for i in keep], [heard[i] for i in keep]
         for tokens, token in zip(heard, model.run(PaddedDecode(keep)).token_ids, strict=True):
             tokens.append(token)
-        assert heard == [said[: step + 1] for _, said in live]
+        assert heard == [said[: step + 1] for _, said, _ in live]
     assert len(live) < 8
 
 
-def test_dropping_the_longest_row_drops_its_columns(tiny: Load) -> None:
+def test_only_what_is_needed_is_computed(tiny: Load) -> None:
     loaded = tiny("llama")
-    shapes: list[tuple[int, ...]] = []
-    handle = loaded.model.register_forward_pre_hook(
-        lambda _m, _a, given: shapes.append(tuple(given["attention_mask"].shape)), with_kwargs=True
+    shapes: list[tuple[Any, Any]] = []
+    handle = loaded.model.register_forward_hook(
+        lambda _m, _a, given, out: shapes.append((tuple(given["attention_mask"].shape), tuple(out.logits.shape))),
+        with_kwargs=True,
     )
     try:
         model = PaddedModel(loaded)
@@ -132,7 +139,8 @@ def test_dropping_the_longest_row_drops_its_columns(tiny: Load) -> None:
         model.run(PaddedDecode(keep=(0, 2)))
     finally:
         handle.remove()
-    assert shapes == [(3, 10), (3, 11), (2, 5)]
+    # The last position's logits alone; and the longest row takes the columns with it that it alone needed.
+    assert shapes == [((3, 10), (3, 1, 97)), ((3, 11), (3, 1, 97)), ((2, 5), (2, 1, 97))]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -93,11 +93,15 @@ def test_sets_and_tokens_equal_plain_python(vocab: int, seed: int) -> None:
         table.append([round(rng.gauss(0, spread), rng.choice([0, 1, 6])) for _ in range(vocab)])
         top_k = rng.choice([0, 1, 3, 40, 600, vocab, vocab + 5])
         top_p = rng.choice([0.0, 0.3, 0.9, 0.999, 1.0])
-        rows.append(RowSampling(temperature=rng.choice([0.1, 0.7, 1.5]), top_k=top_k, top_p=top_p, seed=rng.getrandbits(53)))
+        rows.append(
+            RowSampling(temperature=rng.choice([0.1, 0.7, 1.5]), top_k=top_k, top_p=top_p, seed=rng.getrandbits(53))
+        )
     positions = [rng.randrange(10_000) for _ in rows]
     logits = torch.tensor(table, dtype=torch.float64)
     for _ in range(8):
-        assert sample(logits, rows, positions)[0] == [choose(*args) for args in zip(table, rows, positions, strict=True)]
+        assert sample(logits, rows, positions)[0] == [
+            choose(*args) for args in zip(table, rows, positions, strict=True)
+        ]
         positions = [position + 1 for position in positions]
 
 
@@ -110,10 +114,26 @@ def test_only_allowed_tokens_come(seed: int, vocab: int, top_k: int, top_p: floa
     assert set(draws(torch.tensor(table), row, 50)) <= set(allowed(table, row))
 
 
+@pytest.mark.parametrize("vocab", [4, 2048])
+def test_a_set_that_reaches_top_p_exactly_is_enough(vocab: int) -> None:
+    # Equal weights add up without rounding; of equals the lower ids are kept.
+    seen = draws(torch.zeros(1, vocab), RowSampling(temperature=1.0, top_p=0.5, seed=2), 20_000)
+    assert set(seen) == set(range(vocab // 2))
+
+
 def test_a_minus_infinite_logit_never_comes() -> None:
     logits = torch.full((1, 50), -math.inf)
     logits[0, [0, 7, 49]] = torch.tensor([1.0, 1.0, 0.0])
     assert set(draws(logits, RowSampling(temperature=2.0, seed=1), 500)) == {0, 7, 49}
+
+
+@pytest.mark.parametrize(("noise", "expected"), [(0.0, 2), (1 - 2.0**-53, 6)])
+def test_the_ends_of_the_noise_choose_tokens_that_can_come(
+    noise: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "uniform", lambda seed, position: noise)
+    logits = torch.tensor([[-math.inf, -math.inf, 0.1, 0.7, -math.inf, 1.3, 0.2, -math.inf]])
+    assert sample(logits, [RowSampling(temperature=1.0)], [0])[0] == [expected]
 
 
 @pytest.mark.parametrize(
