@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from wsproto.events import AcceptConnection, Request
 
 from wsbatch.config import ServerConfig
 from wsbatch.errors import EngineDead
-from wsbatch.messages import Accepted, DrainingNotice, Failed, Finished, GenerateRequest, Hello, Tokens
+from wsbatch.messages import Accepted, DrainingNotice, Failed, Finished, GenerateRequest, Hello, SamplingParams, Tokens
 from wsbatch.server import Server
 from wsbatch.testing.clients import BareClient, Closed, Rejected
 from wsbatch.testing.engines import ScriptedEngine
@@ -42,8 +43,6 @@ class Fixture:
         return client
 
     async def generate(self, client: BareClient, id: int = 1, max_tokens: int = 5) -> None:
-        from wsbatch.messages import SamplingParams
-
         await client.send(GenerateRequest(id=id, prompt="x", sampling=SamplingParams(max_tokens=max_tokens)))
         assert isinstance(await client.receive(), Accepted)
 
@@ -272,8 +271,16 @@ async def test_a_connection_that_opens_while_the_server_stops_is_told(autojump_c
         await nursery.start(fixture.run)
         other = await fixture.connect()
         await fixture.generate(other)
-        client = BareClient(await fixture.listener.connect())
+        # Its pipe is so narrow that the answer to its handshake is held up in the middle.
+        client = BareClient(await fixture.listener.connect(capacity_bytes=64))
+        await client.send_event(Request(host="test", target="/"))
+        await trio.testing.wait_all_tasks_blocked()
         nursery.start_soon(fixture.server.drain)
-        with pytest.raises(Rejected):
-            await client.open()
+        await trio.sleep(1)
+        assert isinstance(await client.next_event(), AcceptConnection)
+        assert isinstance(await client.receive(), Hello)
+        with pytest.raises(Closed) as closed:
+            await client.receive()
+        assert closed.value.code == 1001
+        assert trio.current_time() < 2
         fixture.server.shutdown()

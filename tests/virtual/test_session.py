@@ -181,6 +181,33 @@ async def test_a_disconnect_cancels_everything_within_a_second(
         assert (fixture.engine.live, fixture.engine.submitting) == ([], 0)
 
 
+async def test_a_disconnect_cancels_what_is_live_before_a_slow_submit_has_ended(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    fixture = Fixture()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fixture.run)
+        await fixture.generate(1)
+        fixture.engine.cancellable = False
+        fixture.engine.submit_s = 30.0
+        await fixture.client.say(GenerateRequest(id=2, prompt="long"))
+        await until(lambda: fixture.engine.submitting == 1)
+        fixture.client.disconnect()
+        with trio.fail_after(1):
+            await fixture.engine.wait_live(0)
+        await fixture.ended.wait()
+    assert (fixture.engine.live, fixture.engine.submitting) == ([], 0)
+
+
+async def test_a_session_that_is_cancelled_cancels_what_is_live(autojump_clock: trio.testing.MockClock) -> None:
+    fixture = Fixture()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fixture.run)
+        await fixture.generate(1)
+        nursery.cancel_scope.cancel()
+    assert fixture.engine.live == []
+
+
 async def test_a_disconnect_is_seen_behind_a_blocked_writer(autojump_clock: trio.testing.MockClock) -> None:
     async with session() as fixture:
         stream = await fixture.generate(1)
@@ -206,6 +233,17 @@ async def test_an_id_is_refused_while_it_is_live_and_free_afterwards(autojump_cl
         fixture.engine.finish(stream)
         await fixture.client.hear()
         await fixture.generate("a")
+        assert isinstance(await fixture.client.hear(), Accepted)
+
+
+async def test_an_id_may_be_used_again_the_moment_its_end_is_read(autojump_clock: trio.testing.MockClock) -> None:
+    async with session() as fixture:
+        stream = await fixture.generate("a")
+        await fixture.client.hear()
+        fixture.client.send_s = 1.0  # the writer is still busy with the frame that the client has read
+        fixture.engine.finish(stream)
+        assert isinstance(await fixture.client.hear(), Finished)
+        await fixture.client.say(GenerateRequest(id="a", prompt="again"))
         assert isinstance(await fixture.client.hear(), Accepted)
 
 

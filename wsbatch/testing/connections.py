@@ -14,6 +14,7 @@ class MemoryConnection:
         closed: (code, reason) once the session has closed it.
         aborted: whether the session has aborted it.
         frames: messages sent so far, decoded.
+        send_s: how long `send` takes to return once the client has the message.
     """
 
     def __init__(self, codec: Codec | None = None) -> None:
@@ -21,6 +22,7 @@ class MemoryConnection:
         self.closed: tuple[int, str] | None = None
         self.aborted = False
         self.frames: list[ServerMessage] = []
+        self.send_s = 0.0
         self._codec = codec or MSGPACK
         self._send, self._receive = trio.open_memory_channel[bytes | str](1)
         self._heard = 0
@@ -68,6 +70,7 @@ class MemoryConnection:
         assert frame is not None
         self.frames.append(frame)
         self._notify()
+        await trio.sleep(self.send_s)
 
     async def close(self, code: int, reason: str) -> None:
         """See `session.Connection`."""

@@ -20,6 +20,7 @@ class ScriptedEngine:
         live: accepted streams without a terminal event, oldest first.
         submitting: requests whose `submit` has not returned.
         submit_s: how long `submit` takes, as tokenising would.
+        cancellable: whether a `submit` that is cancelled ends at once; a thread that tokenises does not.
         refuse: what `submit` raises and `refusal` returns; None lets everything in.
     """
 
@@ -30,6 +31,7 @@ class ScriptedEngine:
         self.live: list[Stream] = []
         self.submitting = 0
         self.submit_s = submit_s
+        self.cancellable = True
         self.refuse: RequestError | None = None
         self._produced: dict[Stream, int] = {}
         self._changed = trio.Event()
@@ -48,7 +50,9 @@ class ScriptedEngine:
         """Accept after `submit_s`, unless refused."""
         self.submitting += 1
         try:
-            await trio.sleep(self.submit_s)
+            with trio.CancelScope(shield=not self.cancellable):
+                await trio.sleep(self.submit_s)
+            await trio.lowlevel.checkpoint()
         finally:
             self.submitting -= 1
         if (refusal := self.refusal()) is not None:

@@ -110,9 +110,9 @@ class MemoryListener(trio.abc.Listener[MemoryStream]):
         self._capacity_bytes = capacity_bytes
         self._send, self._receive = trio.open_memory_channel[MemoryStream](1024)
 
-    async def connect(self) -> MemoryStream:
+    async def connect(self, *, capacity_bytes: int | None = None) -> MemoryStream:
         """The client's end of a new connection. Raises BrokenResourceError once the listener is closed."""
-        client, server = memory_stream_pair(self._capacity_bytes)
+        client, server = memory_stream_pair(capacity_bytes or self._capacity_bytes)
         await self._send.send(server)
         return client
 
