@@ -7,7 +7,7 @@ from typing import Protocol
 import outcome
 import trio
 
-from wsbatch.errors import StepFailed
+from wsbatch.errors import EngineDead, StepFailed
 from wsbatch.steps import Model, ModelInfo, StepPlan, StepResult
 
 
@@ -15,7 +15,7 @@ class Worker(Protocol):
     """Where steps run: a thread, or virtual time in tests."""
 
     async def step(self, plan: StepPlan) -> StepResult:
-        """Run one step; one at a time. Raises StepFailed where the model raised.
+        """Run one step; one at a time. Raises StepFailed where the model raised, EngineDead where it is lost with it.
 
         Cancelling it leaves the step running to its end; its result is dropped.
         """
@@ -70,6 +70,8 @@ class ThreadWorker:
             return job.outcome.unwrap()
         except Exception as error:
             raise StepFailed(f"{type(error).__name__}: {error}") from error
+        except BaseException as error:  # such as SystemExit: no failed step, but a thread told to end
+            raise EngineDead(f"the model's thread died: {type(error).__name__}: {error}") from error
 
     def _serve(
         self, build: Callable[[], Model], token: trio.lowlevel.TrioToken, ready: Callable[[ModelInfo], None]
