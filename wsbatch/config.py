@@ -152,6 +152,9 @@ class ServerConfig(Settings):
     allow_origins: tuple[str, ...] = setting(
         (), "Origin headers let in; none given: any page may connect; requests without Origin always pass"
     )
+    allow_watch: bool = setting(
+        False, "let clients watch the batch: which slot is busy with what, the queue's depth; no text of anybody's"
+    )
     max_connections: int = setting(1024, "open connections at most; more get 503 before the upgrade", least=1)
     max_live_requests: int = setting(64, "live requests on one connection at most", least=1)
     max_message_bytes: int = setting(8_388_608, "a client's message at most", least=1024, most=1_073_741_824)
@@ -159,6 +162,9 @@ class ServerConfig(Settings):
     head_timeout_s: float = setting(10.0, "a request head must be complete within this", least=0.01, most=3600)
     ping_interval_s: float = setting(20.0, "silence after which the client is pinged", least=0.01, most=3600)
     ping_timeout_s: float = setting(20.0, "silence after a ping that ends the connection", least=0.01, most=3600)
+    frame_interval_ms: float = setting(
+        5.0, "tokens that come within this after a connection's last frame are merged into its next", least=0, most=1000
+    )
     send_timeout_s: float = setting(30.0, "one frame must be written within this", least=0.01, most=3600)
     close_timeout_s: float = setting(3.0, "the closing handshake must be done within this", least=0.01, most=60)
     drain_s: float = setting(30.0, "grace period of a shutdown", least=0, most=86_400)

@@ -322,7 +322,7 @@ async def test_a_fatal_frame_ends_the_connection_after_every_terminal_frame(
 async def test_a_client_that_stops_reading_is_aborted_after_the_send_timeout(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    async with session(send_timeout_s=30.0) as fixture:
+    async with session(send_timeout_s=30.0, frame_interval_ms=0.0) as fixture:
         stream = await fixture.generate(1)
         await fixture.client.hear()
         fixture.client.hold()
@@ -424,3 +424,29 @@ async def test_a_dead_engine_still_gives_every_request_its_terminal_frame(
         assert {(frame.id, frame.code) for frame in frames} == {(1, "engine_dead"), (2, "engine_dead")}
         await fixture.client.say(GenerateRequest(id=3, prompt="x"))
         assert (await fixture.client.hear()).code == EngineDead.code
+
+
+async def test_tokens_in_quick_succession_are_merged_and_slow_ones_are_not_held_back(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with session(frame_interval_ms=5.0) as fixture:
+        stream = await fixture.generate(1)
+        await fixture.client.hear()
+        await trio.sleep(1)
+        began_s = trio.current_time()
+        counts = []
+        for _ in range(12):  # a token a millisecond
+            fixture.engine.push(stream)
+            await trio.sleep(0.001)
+        while sum(counts) < 12:
+            frame = await fixture.client.hear()
+            assert isinstance(frame, Tokens)
+            counts.append(len(frame.token_ids))
+        assert counts[0] == 1  # the first was not held back
+        assert len(counts) <= 4
+        assert trio.current_time() - began_s <= 0.012 + 0.005
+        await trio.sleep(0.010)
+        slow_s = trio.current_time()
+        fixture.engine.push(stream)
+        await fixture.client.hear()
+        assert trio.current_time() == slow_s
