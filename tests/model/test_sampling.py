@@ -114,10 +114,10 @@ def test_only_allowed_tokens_come(seed: int, vocab: int, top_k: int, top_p: floa
     assert set(draws(torch.tensor(table), row, 50)) <= set(allowed(table, row))
 
 
-@pytest.mark.parametrize("vocab", [4, 2048])
+@pytest.mark.parametrize("vocab", [4, 600])
 def test_a_set_that_reaches_top_p_exactly_is_enough(vocab: int) -> None:
     # Equal weights add up without rounding; of equals the lower ids are kept.
-    seen = draws(torch.zeros(1, vocab), RowSampling(temperature=1.0, top_p=0.5, seed=2), 20_000)
+    seen = draws(torch.zeros(1, vocab), RowSampling(temperature=1.0, top_p=0.5, seed=2), 5_000)
     assert set(seen) == set(range(vocab // 2))
 
 
