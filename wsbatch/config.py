@@ -174,3 +174,5 @@ class ServerConfig(Settings):
         super().__post_init__()
         if (self.certfile is None) != (self.keyfile is None):
             raise ValueError("ServerConfig.certfile and ServerConfig.keyfile must be given together")
+        if self.auth_token == "":  # it would let everybody in
+            raise ValueError("ServerConfig.auth_token is empty: must have at least one character, or be None")

@@ -2,7 +2,7 @@
 
 What the library (0.12.2) does not hold against a hostile or a dead peer is held here: every connection is contained;
 the library never sees a head that a client wrote, nor one that is not an upgrade; after a write that was cut short
-nothing more is written; closing, pinging and writing are bounded. docs/architecture.md lists what was found.
+nothing more is written; closing, pinging and writing are bounded. docs/operations.md lists what was found.
 """
 
 import logging

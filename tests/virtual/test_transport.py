@@ -1,6 +1,6 @@
 """The transport against slow, silent, dead and hostile clients, in virtual time and in memory.
 
-The numbers in comments are the findings about the WebSocket library in docs/architecture.md.
+The numbers in comments are the findings about the WebSocket library in docs/operations.md.
 """
 
 import errno
@@ -351,6 +351,11 @@ async def test_the_token_is_asked_for(autojump_clock: Clock, headers: dict[str, 
         assert rejected.value.status == 401
         assert b'"unauthorized"' in rejected.value.body
         assert fixture.refused("unauthorized") == 1
+
+
+def test_an_empty_token_is_refused_as_a_setting() -> None:
+    with pytest.raises(ValueError, match="auth_token"):
+        ServerConfig(auth_token="")
 
 
 async def test_the_token_opens_in_header_or_query(autojump_clock: Clock) -> None:

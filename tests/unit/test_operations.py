@@ -1,0 +1,97 @@
+"""docs/operations.md says what the code says. `python tests/unit/test_operations.py` writes its tables anew."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wsbatch.config import EngineConfig, ServerConfig, Settings
+from wsbatch.metrics import EngineMetrics
+
+ROOT = Path(__file__).parent.parent.parent
+DOCUMENT = ROOT / "docs" / "operations.md"
+
+
+def settings_table(config: type[Settings]) -> str:
+    lines = ["| setting | default | bounds | what it does |", "|---|---|---|---|"]
+    for spec in fields(config):  # type: ignore[arg-type]  # Settings itself is no dataclass, its subclasses are
+        meta = spec.metadata
+        lines.append(f"| `{spec.name}` | {shown(spec.default)} | {bounds(meta)} | {cell(meta['help'])} |")
+    return "\n".join(lines)
+
+
+def shown(value: Any) -> str:
+    if value is None or value == ():
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"`{value}`" if isinstance(value, str) else f"{value:.12g}"
+
+
+def bounds(meta: Any) -> str:
+    if meta["choices"]:
+        return ", ".join(f"`{choice}`" for choice in meta["choices"])
+    least, most = ("" if meta[end] is None else shown(meta[end]) for end in ("least", "most"))
+    return f"{least} to {most}" if most else f"from {least}" if least else ""
+
+
+def metrics_table() -> str:
+    lines = ["| metric | kind | labels | what it is |", "|---|---|---|---|"]
+    for family in EngineMetrics().registry.collect():
+        labels = ", ".join(f"`{name}`" for name in LABELS.get(family.name, ()))
+        lines.append(f"| `{family.name}` | {family.type} | {labels} | {cell(family.documentation)} |")
+    return "\n".join(lines)
+
+
+# A family without samples does not tell its labels.
+LABELS = {
+    "wsbatch_requests_refused": ("code",),
+    "wsbatch_request_success": ("finished_reason",),
+    "wsbatch_issued_tokens": ("phase",),
+    "wsbatch_useful_tokens": ("phase",),
+}
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+TABLES = {
+    "ServerConfig": lambda: settings_table(ServerConfig),
+    "EngineConfig": lambda: settings_table(EngineConfig),
+    "metrics": metrics_table,
+}
+
+
+def section(name: str) -> re.Pattern[str]:
+    return re.compile(rf"<!-- {name} -->\n(.*?)<!-- end -->", re.DOTALL)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_are_those_of_the_code(name: str) -> None:
+    found = section(name).search(DOCUMENT.read_text())
+    assert found is not None
+    assert found[1] == TABLES[name]() + "\n", "run: python tests/unit/test_operations.py"
+
+
+def test_every_test_named_is_there() -> None:
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", DOCUMENT.read_text())
+    assert len(named) > 40
+    for path, name in named:
+        assert f"def {name}(" in (ROOT / "tests" / path).read_text(), f"{path}::{name}"
+
+
+def test_the_labels_are_those_of_the_code() -> None:
+    metrics = EngineMetrics()
+    labelled = {m._name: m._labelnames for m in vars(metrics).values() if getattr(m, "_labelnames", ())}
+    assert labelled == LABELS
+
+
+if __name__ == "__main__":
+    document = DOCUMENT.read_text()
+    for name, table in TABLES.items():
+        text = f"<!-- {name} -->\n{table()}\n<!-- end -->"
+        document = section(name).sub(lambda _, text=text: text, document)
+    DOCUMENT.write_text(document)
