@@ -12,7 +12,7 @@ ROWS: list[set[str]] = [
     {"messages", "errors", "config", "steps"},
     {"wire", "text", "batching", "metrics", "model"},
     {"client", "worker", "tokenising", "timers"},
-    {"stream", "generation", "engine", "batch_engine", "requests", "intake", "isolation", "opening"},
+    {"stream", "generation", "engine", "batch_engine", "requests", "intake", "isolation", "opening", "watching"},
     {"session"},
     {"transport", "http", "handshake"},
     {"server"},

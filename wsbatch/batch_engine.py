@@ -7,6 +7,7 @@ from math import inf
 
 import trio
 
+from wsbatch.batching.picture import Picture, Watcher
 from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Idle, Scheduler, Step, StepOutcome, WaitUntil
 from wsbatch.config import EngineConfig
@@ -71,6 +72,13 @@ class BatchEngine:
             running=lambda: self._scheduler.running,
             costs=self._scheduler.ledger.costs,
         )
+        self._picture = Picture(
+            config.scheduler,
+            config.max_batch_size,
+            clock=trio.current_time,
+            queue_depth=lambda: len(self._requests.waiting),
+            running=lambda: self._scheduler.running,
+        )
         # Unbounded: admission bounds what is in it.
         self._arrivals, self._inbox = trio.open_memory_channel[Work](inf)
         self._requests = Requests(
@@ -81,6 +89,7 @@ class BatchEngine:
             admission=self._intake.admission,
             metrics=self.metrics,
             hand_over=self._arrivals.send_nowait,
+            changed=self._picture.changed,
         )
         self._draining = False
         self._death: EngineDead | None = None
@@ -126,6 +135,10 @@ class BatchEngine:
             self.metrics.refused.labels(error.code).inc()
             raise
         return self._requests.enqueue(request, prompt_ids, arrived_s=arrived_s, client=client, on_event=on_event)
+
+    def watch(self, on_change: Callable[[], None]) -> Watcher:
+        """See `Engine.watch`."""
+        return self._picture.watch(on_change)
 
     @asynccontextmanager
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Stream]:
@@ -198,6 +211,7 @@ class BatchEngine:
             self._requests.start(key)
         if step.started:
             self._intake.admission.started(len(step.started), now_s)
+        lanes = self._scheduler.lanes() if self._picture.watched else ()
         try:
             with trio.fail_after(self._config.step_stall_s):
                 result, failed = await run_step(self._worker, step.plan)
@@ -208,7 +222,10 @@ class BatchEngine:
         else:
             for key, cause in failed.items():
                 self._requests.fail([key], ModelError(f"the model failed: {cause}"))
-            self._deliver(self._scheduler.complete(result, trio.current_time()))
+            ended_s = trio.current_time()
+            outcome = self._scheduler.complete(result, ended_s)
+            self._picture.record(lanes, outcome.cost, tokens=len(outcome.tokens), started_s=now_s, ended_s=ended_s)
+            self._deliver(outcome)
         self._requests.settle()
 
     def _deliver(self, outcome: StepOutcome) -> None:

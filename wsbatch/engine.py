@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
+from wsbatch.batching.picture import Watcher
 from wsbatch.errors import RequestError
 from wsbatch.messages import GenerateRequest
 from wsbatch.metrics import EngineMetrics
@@ -47,6 +48,13 @@ class Engine(Protocol):
         Waits for the tokeniser only, never for room. Raises RequestError where the request is refused. Cancelled, it
         leaves nothing behind. Requests of one `client` share its part of the queue, fairly with other clients.
         `on_event` is called whenever the stream turns from empty to non-empty.
+        """
+        ...
+
+    def watch(self, on_change: Callable[[], None]) -> Watcher:
+        """Watch the batch: `on_change` is called after each step, arrival and end, and must not wait.
+
+        `Watcher.take` gives what is new since the last one; `Watcher.close` ends it.
         """
         ...
 

@@ -45,8 +45,9 @@ class Requests:
         admission: Admission,
         metrics: EngineMetrics,
         hand_over: Callable[[Work], None],
+        changed: Callable[[], None],
     ) -> None:
-        """`hand_over` takes each new request's work towards the scheduler."""
+        """`hand_over` takes each new request's work towards the scheduler; `changed` is told when one comes or goes."""
         self.live: dict[int, Generation] = {}
         self.waiting: dict[int, Work] = {}
         self.ended = trio.Event()
@@ -58,6 +59,7 @@ class Requests:
         self._admission = admission
         self._metrics = metrics
         self._hand_over = hand_over
+        self._changed = changed
         self._fairness = FairShare()
         self._last_key = 0
         # A clock that runs only while the policy holds requests although the model is free; and its reading when each
@@ -97,6 +99,7 @@ class Requests:
             self._metrics.hol_delay.observe(release.hol_delay_s)
             if generation.stream.live:
                 self._tell(generation, release.report, release.hol_delay_s, now_s)
+            self._changed()
 
     def enqueue(
         self,
@@ -136,6 +139,7 @@ class Requests:
         self.waiting[key] = work
         self._held_before_s[key] = self._hold_clock_s()
         self._hand_over(work)
+        self._changed()
         queue_ms = min(request.queue_timeout_ms or inf, request.timeout_ms or inf, self._config.queue_timeout_ms)
         self.timers.add(arrived_s + queue_ms / 1000, key)
         if request.timeout_ms is not None:
@@ -184,6 +188,7 @@ class Requests:
         del self._held_before_s[key]
         self._admission.leave(len(self.waiting.pop(key).token_ids))
         self._fairness.leave(self.live[key].client)
+        self._changed()
 
     def untold(self) -> list[Generation]:
         """The requests whose terminal event is still to come."""

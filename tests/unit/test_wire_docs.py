@@ -4,18 +4,22 @@ import json
 import re
 from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from wsbatch.errors import BY_CODE
 from wsbatch.messages import (
     Accepted,
+    BatchSnapshot,
+    BatchStep,
     DrainingNotice,
     Failed,
     Finished,
     GenerateRequest,
     Hello,
     Pong,
+    RowPhase,
     SamplingParams,
     Tokens,
 )
@@ -72,6 +76,7 @@ def json_number(value: object) -> str:
         ("error", Failed),
         ("draining", DrainingNotice),
         ("pong", Pong),
+        ("batch", BatchSnapshot),
     ],
 )
 def test_the_fields_from_the_server(title: str, message: type) -> None:
@@ -81,6 +86,12 @@ def test_the_fields_from_the_server(title: str, message: type) -> None:
         if hasattr(spec.type, "__dataclass_fields__"):
             assert [part.name for part in fields(spec.type) if f"`{part.name}`" not in rows[spec.name]] == []
             assert all(part.default is MISSING or part.default == 0 for part in fields(spec.type))
+
+
+def test_the_fields_and_phases_of_a_step_of_the_batch() -> None:
+    text = section("### `batch`")
+    assert [name for spec in fields(BatchStep) if (name := f"`{spec.name}`") not in text] == []
+    assert [phase for phase in get_args(RowPhase) if f"`{phase}`" not in text] == []
 
 
 def test_the_names_refused() -> None:
@@ -95,7 +106,7 @@ def examples() -> list[str]:
 
 @pytest.mark.parametrize("frame", examples())
 def test_the_examples(frame: str) -> None:
-    if json.loads(frame)["type"] in ("generate", "cancel", "ping"):
+    if json.loads(frame)["type"] in ("generate", "cancel", "ping", "watch", "unwatch"):
         JSON.decode_client(frame)
     else:
         assert JSON.decode_server(frame) is not None

@@ -14,6 +14,8 @@ from wsbatch.errors import BY_CODE, BadRequest, TooLarge
 from wsbatch.messages import (
     Accepted,
     BatchReport,
+    BatchSnapshot,
+    BatchStep,
     Cancel,
     ChatMessage,
     ClientMessage,
@@ -29,7 +31,9 @@ from wsbatch.messages import (
     ServerMessage,
     Timing,
     Tokens,
+    Unwatch,
     Usage,
+    Watch,
 )
 from wsbatch.wire import JSON, MSGPACK, Codec, DecodeError
 from wsbatch.wire.fields import MAX_SAFE_INTEGER, MAX_TOKEN_ID
@@ -87,7 +91,12 @@ def requests(draw: st.DrawFn) -> GenerateRequest:
     )
 
 
-client_messages = requests() | st.builds(Cancel, id=ids) | st.builds(Ping, nonce=ids)
+client_messages = (
+    requests() | st.builds(Cancel, id=ids) | st.builds(Ping, nonce=ids) | st.builds(Watch) | st.builds(Unwatch)
+)
+batch_rows = st.lists(
+    st.tuples(counts, counts, st.sampled_from(["prefill", "decode", "kept", "held"])), max_size=4
+).map(tuple)
 server_messages = st.one_of(
     st.builds(
         Hello,
@@ -95,6 +104,7 @@ server_messages = st.one_of(
         model=texts,
         server=texts,
         state=st.sampled_from(["ready", "draining", "dead"]),
+        watch=st.booleans(),
         limits=st.builds(
             Limits, max_model_len=counts, max_message_bytes=counts, max_live_requests=counts, max_logprobs=counts
         ),
@@ -129,6 +139,19 @@ server_messages = st.one_of(
     ),
     st.builds(DrainingNotice, deadline_ms=counts),
     st.builds(Pong, nonce=ids),
+    st.builds(
+        BatchSnapshot,
+        t_ms=sizes,
+        scheduler=st.sampled_from(["dynamic", "continuous"]),
+        slots=counts,
+        queue_depth=counts,
+        running=counts,
+        tokens_per_s=sizes,
+        steps=st.lists(st.builds(BatchStep, t_ms=sizes, ms=sizes, rows=batch_rows), max_size=3).map(tuple),
+        steps_dropped=counts,
+        slot_utilization=st.none() | sizes,
+        waste_fraction=st.none() | sizes,
+    ),
 )
 
 
@@ -160,14 +183,15 @@ known_keys = st.sampled_from(
     + [spec.name for spec in fields(SamplingParams)]
     + [spec.name for spec in fields(Finished)]
     + [spec.name for spec in fields(Hello)]
+    + [spec.name for spec in fields(BatchSnapshot)]
     + sorted(_UNSUPPORTED)
 )
 keys = known_keys | st.text(max_size=5)
 values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=5), max_leaves=20
 )
-types = st.sampled_from(
-    ["generate", "cancel", "ping", "watch", "hello", "accepted", "tokens", "finished", "error", "draining", "pong"]
+types = st.sampled_from(["generate", "cancel", "ping", "watch", "unwatch"]) | st.sampled_from(
+    ["hello", "accepted", "tokens", "finished", "error", "draining", "pong", "batch"]
 )
 frames = st.builds(
     lambda kind, rest: {"type": kind, "id": 1, "prompt": "x"} | rest, types, st.dictionaries(keys, values, max_size=6)

@@ -16,6 +16,7 @@ from wsbatch.batching.costs import FittedCosts, StepCost
 from wsbatch.batching.queue import WaitingQueue, Work
 from wsbatch.batching.rows import Row, Rows
 from wsbatch.batching.scheduler import CacheStats, Decision, Idle, Release, RowToken, Step, StepOutcome
+from wsbatch.messages import RowPhase
 from wsbatch.steps import PagedRow, PagedStep, StepResult
 
 _TUNE_STEPS = 16
@@ -199,6 +200,13 @@ class ContinuousScheduler:
         if row is not None:
             self._rows.leave(row)
             self._releases.append(Release(key, 0.0, self.ledger.leave(key)))
+
+    def lanes(self) -> Sequence[tuple[int, RowPhase]]:
+        """The running rows. `held` is one whose prompt waits for its next chunk, or that waits for a block."""
+        return [
+            (row.work.key, "held" if not row.planned else "prefill" if row.computed < row.prompt_end else "decode")
+            for row in self._rows.running
+        ]
 
     def releases(self) -> Sequence[Release]:
         """Requests that ran and ended since the last call."""

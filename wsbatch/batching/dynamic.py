@@ -21,6 +21,7 @@ from wsbatch.batching.scheduler import (
     StepOutcome,
     WaitUntil,
 )
+from wsbatch.messages import RowPhase
 from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart, StepPlan, StepResult
 
 
@@ -198,6 +199,11 @@ class DynamicScheduler:
                 row.ended_s = now_s
         if self._in_flight is None:
             self._close_batch(now_s)
+
+    def lanes(self) -> Sequence[tuple[int, RowPhase]]:
+        """The rows in the tensors, the finished ones too: they are computed like the others."""
+        live: RowPhase = "prefill" if isinstance(self._in_flight, PaddedStart) else "decode"
+        return [(row.work.key, live if row.ended_s is None else "kept") for row in self._rows]
 
     def releases(self) -> Sequence[Release]:
         """Rows of batches that have ended since the last call."""

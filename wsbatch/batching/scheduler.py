@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias
 from wsbatch.batching.accounting import Ledger, RowReport
 from wsbatch.batching.costs import StepCost
 from wsbatch.batching.queue import WaitingQueue, Work
-from wsbatch.messages import TokenLogprobs
+from wsbatch.messages import RowPhase, TokenLogprobs
 from wsbatch.steps import StepPlan, StepResult
 
 
@@ -113,6 +113,10 @@ class Scheduler(Protocol):
 
     def end(self, key: int, now_s: float) -> None:
         """This request is over (stopped, full length, cancelled, timed out), waiting or running; unknown keys pass."""
+        ...
+
+    def lanes(self) -> Sequence[tuple[int, RowPhase]]:
+        """(key, phase) of every row that holds a slot in the step in flight; call it right after its `decide`."""
         ...
 
     def releases(self) -> Sequence[Release]:

@@ -21,10 +21,12 @@ from wsbatch.client.dial import open_stream, parse_url, upgrade
 from wsbatch.client.errors import ProtocolError, Refused
 from wsbatch.client.request import GenerateParams, Prompt
 from wsbatch.client.stream import Completion, Jitter, TokenStream, backoff_s
+from wsbatch.client.watch import BatchWatch
 from wsbatch.errors import ConnectionLost, RequestError
 from wsbatch.wire import CODECS, MSGPACK
 
 __all__ = [
+    "BatchWatch",
     "Client",
     "Completion",
     "GenerateParams",

@@ -15,9 +15,11 @@ import trio_websocket
 from wsbatch.client.errors import ProtocolError, error_of
 from wsbatch.client.request import GenerateParams, Prompt, build_request
 from wsbatch.client.stream import Completion, Jitter, TokenStream
-from wsbatch.errors import ConnectionLost, RequestError, TooLarge
+from wsbatch.client.watch import BatchWatch
+from wsbatch.errors import BadRequest, ConnectionLost, RequestError, TooLarge
 from wsbatch.messages import (
     Accepted,
+    BatchSnapshot,
     Cancel,
     DrainingNotice,
     Failed,
@@ -26,6 +28,8 @@ from wsbatch.messages import (
     RequestId,
     ServerMessage,
     Tokens,
+    Unwatch,
+    Watch,
 )
 from wsbatch.wire import PROTOCOL_VERSION, Codec, DecodeError
 
@@ -55,6 +59,7 @@ class Client:
         self._jitter = jitter
         self._ids = itertools.count(1)
         self._streams: dict[RequestId, TokenStream] = {}
+        self._watch: BatchWatch | None = None
         self._lost: str | None = None
         self._refusal: RequestError | None = None  # what the server said of the connection as a whole
         self._heard_at = trio.current_time()
@@ -91,6 +96,28 @@ class Client:
         async with self.generate(prompt, retries=retries, **params) as stream:
             return await stream.completion()
 
+    @asynccontextmanager
+    async def watch(self) -> AsyncIterator[BatchWatch]:
+        """The live batch, as an iterator of `BatchSnapshot`s: at most ten a second, while something happens.
+
+        Does not wait; iterating does. Raises BadRequest where the server does not allow it (`hello.watch`),
+        RuntimeError where this connection watches already, ConnectionLost.
+        """
+        if not self.hello.watch:
+            raise BadRequest("this server does not let its batch be watched: it was started without --allow-watch")
+        if self._watch is not None:
+            raise RuntimeError("this connection watches already")
+        if self._lost is not None:
+            raise self._connection_lost()
+        watch = self._watch = BatchWatch()
+        self._outgoing.send_nowait(self._codec.encode_client(Watch()))
+        try:
+            yield watch
+        finally:
+            self._watch = None
+            if self._lost is None:
+                self._outgoing.send_nowait(self._codec.encode_client(Unwatch()))
+
     def _begin(self, stream: TokenStream) -> None:
         if self._lost is not None:
             raise self._connection_lost()
@@ -121,6 +148,8 @@ class Client:
             streams, self._streams = self._streams, {}
             for stream in streams.values():
                 stream.fail(self._connection_lost())
+            if self._watch is not None:
+                self._watch.fail(self._connection_lost())
 
     async def receive(self) -> None:
         """Dispatch until the connection ends. Never waits for a consumer: a reader that stops sees no pings."""
@@ -152,6 +181,8 @@ class Client:
                     self._abandon(id)
             case DrainingNotice():
                 self.draining = message
+            case BatchSnapshot() if self._watch is not None:
+                self._watch.deliver(message)
 
     async def transmit(self) -> None:
         """Write what is queued, in order; once nothing more will be, close."""

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
+from wsbatch.batching.picture import Picture, Watcher
 from wsbatch.engine import EngineState
 from wsbatch.errors import Draining, EngineDead, RequestError
 from wsbatch.messages import Accepted, BatchReport, Finished, FinishReason, GenerateRequest, Timing, Usage
@@ -21,6 +22,7 @@ class ScriptedEngine:
         submitting: requests whose `submit` has not returned.
         submit_s: how long `submit` takes, as tokenising would.
         cancellable: whether a `submit` that is cancelled ends at once; a thread that tokenises does not.
+        picture: what watchers see; a test records its steps.
         refuse: what `submit` raises and `refusal` returns; None lets everything in.
     """
 
@@ -33,6 +35,9 @@ class ScriptedEngine:
         self.submit_s = submit_s
         self.cancellable = True
         self.refuse: RequestError | None = None
+        self.picture = Picture(
+            "continuous", 8, clock=trio.current_time, queue_depth=lambda: 0, running=lambda: len(self.live)
+        )
         self._produced: dict[Stream, int] = {}
         self._changed = trio.Event()
         self._death: EngineDead | None = None
@@ -64,6 +69,10 @@ class ScriptedEngine:
         stream.accept(Accepted(request.id, len((request.prompt or "").encode()), len(self.live) - 1, 7))
         self._notify()
         return stream
+
+    def watch(self, on_change: Callable[[], None]) -> Watcher:
+        """Watch `picture`."""
+        return self.picture.watch(on_change)
 
     @asynccontextmanager
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Stream]:

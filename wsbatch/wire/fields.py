@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from wsbatch.errors import BadRequest, RequestError, TooLarge
-from wsbatch.messages import ChatMessage, RequestId, TokenLogprobs
+from wsbatch.messages import ChatMessage, RequestId, RowPhase, TokenLogprobs
 
 Reader: TypeAlias = Callable[[str, object], Any]
 
@@ -201,6 +201,13 @@ def token_logprobs(name: str, value: object) -> TokenLogprobs:
     return _logprob(name, own), tuple([(_token_id(name, token_id), _logprob(name, p)) for token_id, p in pairs])
 
 
+def batch_row(name: str, value: object) -> tuple[int, int, RowPhase]:
+    """`[slot, key, phase]` of one row of a step. A phase of a newer version passes."""
+    if type(value) is not list or len(value) != 3:
+        raise wrong_type(name, value, "an array of three")
+    return _counted(name, value[0]), _counted(name, value[1]), _content(name, value[2])
+
+
 def _pair(name: str, value: object) -> tuple[object, object]:
     if type(value) is not list or len(value) != 2:
         raise wrong_type(name, value, "an array of two")
@@ -209,5 +216,6 @@ def _pair(name: str, value: object) -> tuple[object, object]:
 
 _role = string(low=1, high=32)
 _content = string()
+_counted = integer(0, MAX_SAFE_INTEGER)
 _token_id = integer(0, MAX_TOKEN_ID)
 _logprob = number(-1e9, 1e9)

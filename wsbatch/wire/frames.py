@@ -13,6 +13,8 @@ from wsbatch.errors import BadRequest
 from wsbatch.messages import (
     Accepted,
     BatchReport,
+    BatchSnapshot,
+    BatchStep,
     Cancel,
     ClientMessage,
     DrainingNotice,
@@ -28,7 +30,9 @@ from wsbatch.messages import (
     Timing,
     TokenLogprobs,
     Tokens,
+    Unwatch,
     Usage,
+    Watch,
 )
 from wsbatch.wire.fields import (
     MAX_SAFE_INTEGER,
@@ -36,6 +40,7 @@ from wsbatch.wire.fields import (
     Reader,
     WireLimits,
     array,
+    batch_row,
     boolean,
     chat_message,
     identifier,
@@ -52,7 +57,7 @@ from wsbatch.wire.unsupported import refuse_unsupported
 # What stands on the wire for a log probability of minus infinity: JSON has no infinities.
 LOGPROB_FLOOR = -9999.0
 
-_CLIENT_TYPES = "generate, cancel, ping"
+_CLIENT_TYPES = "generate, cancel, ping, watch, unwatch"
 _PROMPTS = ("prompt", "token_ids", "messages")
 
 
@@ -88,6 +93,8 @@ class ClientFrames:
             "generate": self._read_generate,
             "cancel": lambda frame: Cancel(**_read(frame, {"id": self.read_id}, required=("id",))),
             "ping": lambda frame: Ping(**_read(frame, self._nonce, required=("nonce",))),
+            "watch": lambda frame: Watch(),
+            "unwatch": lambda frame: Unwatch(),
         }
 
     def read(self, frame: Mapping[str, object]) -> ClientMessage:
@@ -98,8 +105,6 @@ class ClientFrames:
             return read(frame)
         if kind is None:
             raise BadRequest(f"type: is required, one of {_CLIENT_TYPES}")
-        if kind in ("watch", "unwatch"):
-            raise BadRequest(f"type: {kind} is not supported by this server")
         raise BadRequest(f"type: must be one of {_CLIENT_TYPES}, got {shown(kind)}")
 
     def _read_generate(self, frame: Mapping[str, object]) -> GenerateRequest:
@@ -128,6 +133,10 @@ def client_frame(message: ClientMessage) -> dict[str, object]:
             return {"type": "cancel", "id": message.id}
         case Ping():
             return {"type": "ping", "nonce": message.nonce}
+        case Watch():
+            return {"type": "watch"}
+        case Unwatch():
+            return {"type": "unwatch"}
 
 
 _MESSAGE_TYPES: dict[str, type[ServerMessage]] = {
@@ -138,6 +147,7 @@ _MESSAGE_TYPES: dict[str, type[ServerMessage]] = {
     "error": Failed,
     "draining": DrainingNotice,
     "pong": Pong,
+    "batch": BatchSnapshot,
 }
 _TYPE_NAMES = {cls: name for name, cls in _MESSAGE_TYPES.items()}
 
@@ -165,6 +175,8 @@ def _plain(message: object) -> dict[str, object]:
         value = getattr(message, spec.name)
         if value is not None:
             plain[spec.name] = _plain(value) if is_dataclass(value) else value
+    if isinstance(message, BatchSnapshot):
+        plain["steps"] = [_plain(step) for step in message.steps]
     return plain
 
 
@@ -207,11 +219,12 @@ def _all(reader: Reader, cls: type[Any], **others: Reader) -> dict[str, Reader]:
 _limits = _nested(Limits, _all(_count, Limits))
 _usage = _nested(Usage, _all(_count, Usage))
 _timing = _nested(Timing, _all(_size, Timing))
+_step = _nested(BatchStep, {"t_ms": _size, "ms": _size, "rows": array(batch_row)})
 _batch = _nested(BatchReport, _all(_count, BatchReport, mean_size=_size, hol_delay_ms=_size))
 
 # Clients accept what the server says without bounds of their own: types alone.
 _SERVER_READERS: dict[str, dict[str, Reader]] = {
-    "hello": _all(_text, Hello, version=_count, limits=_limits),
+    "hello": _all(_text, Hello, version=_count, limits=_limits, watch=boolean),
     "accepted": _all(_count, Accepted, id=_any_id),
     "tokens": {"id": _any_id, "index": _count, "token_ids": _ids, "text": _text, "logprobs": _logprobs},
     "finished": {
@@ -227,6 +240,16 @@ _SERVER_READERS: dict[str, dict[str, Reader]] = {
     "error": {"id": _any_id, "code": _text, "status": _count, "message": _text, "retry_after_ms": _count},
     "draining": {"deadline_ms": _count},
     "pong": {"nonce": _any_id},
+    "batch": _all(
+        _count,
+        BatchSnapshot,
+        t_ms=_size,
+        scheduler=_text,
+        tokens_per_s=_size,
+        slot_utilization=_size,
+        waste_fraction=_size,
+        steps=array(_step),
+    ),
 }
 _SERVER_REQUIRED = {
     name: tuple(field for field in _without_default(cls) if (name, field) != ("error", "id"))
