@@ -10,7 +10,7 @@ import trio
 from wsbatch import __version__
 from wsbatch.config import ServerConfig
 from wsbatch.engine import Engine
-from wsbatch.errors import DuplicateId, QuotaExceeded, RequestError
+from wsbatch.errors import BadRequest, DuplicateId, QuotaExceeded, RequestError
 from wsbatch.messages import (
     Cancel,
     DrainingNotice,
@@ -23,8 +23,11 @@ from wsbatch.messages import (
     Pong,
     RequestId,
     ServerMessage,
+    Unwatch,
+    Watch,
 )
 from wsbatch.stream import Stream
+from wsbatch.watching import Watching
 from wsbatch.wire import PROTOCOL_VERSION, Codec, DecodeError
 
 # Answers (errors, pongs) that a client may leave unread before it is taken for a flood.
@@ -91,6 +94,7 @@ class Session:
         self._answers: deque[ServerMessage] = deque([self._hello()])  # frames of no stream; they go first
         self._ready: dict[Stream, None] = {}  # insertion order is the order of turns
         self._wake = trio.Event()
+        self._watching = Watching(engine, wake=lambda: self._wake.set())
         self._writing = trio.CancelScope()
         self._closing: tuple[int, str] | None = None
         self._end_by = inf
@@ -116,6 +120,7 @@ class Session:
                 if not self._parting:
                     nursery.cancel_scope.cancel()
         finally:
+            self._watching.stop()
             self._cancel_live()
 
     def drain(self, deadline_ms: int) -> None:
@@ -157,6 +162,12 @@ class Session:
                         self._live[id].cancel()
                 case Ping(nonce=nonce):
                     self._answer(Pong(nonce))
+                case Watch() if self._config.allow_watch:
+                    self._watching.start(nursery)
+                case Watch():
+                    self._refuse(None, BadRequest("watch: this server does not let its batch be watched (allow_watch)"))
+                case Unwatch():
+                    self._watching.stop()
 
     def _undecodable(self, problem: DecodeError) -> None:
         error = problem.error
@@ -221,10 +232,14 @@ class Session:
     async def _write_all(self) -> tuple[int, str]:
         """Returns how to close, once all is written that was to be."""
         while True:
-            while self._answers or self._ready:
+            while self._answers or self._ready or self._watching.due:
                 if self._answers:
                     await self._send(self._answers.popleft())
                     continue
+                if self._watching.due:  # at its own pace, so that neither it nor the streams can starve the other
+                    await self._send(self._watching.take())
+                    if not self._ready:
+                        continue
                 stream = next(iter(self._ready))
                 del self._ready[stream]
                 events = stream.take()
@@ -251,7 +266,14 @@ class Session:
             max_live_requests=self._config.max_live_requests,
             max_logprobs=self._codec.limits.max_logprobs,
         )
-        return Hello(PROTOCOL_VERSION, info.name, f"wsbatch/{__version__}", limits, self._engine.state)
+        return Hello(
+            PROTOCOL_VERSION,
+            info.name,
+            f"wsbatch/{__version__}",
+            limits,
+            self._engine.state,
+            watch=self._config.allow_watch,
+        )
 
 
 def _failed(id: RequestId | None, error: RequestError) -> Failed:
