@@ -124,6 +124,17 @@ def test_long_rows_split_among_threads(threads: int, block_tokens: int) -> None:
     assert torch.allclose(got, expected, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("threads", [2, 3])
+def test_few_long_decodes_are_split_and_merged(threads: int) -> None:
+    model = build(head_dim=16)
+    texts = [ids(count, seed) for seed, count in enumerate((1000, 700))]
+    expected = own_logits(model, texts)
+    made = runner(model, threads=threads)
+    got = fused_logits(made, texts, [999, 699], 16)  # the last step is two rows of one token
+    made.close()
+    assert torch.allclose(got, expected, atol=1e-4 * float(expected.abs().max()))
+
+
 def test_bfloat16_is_as_near_to_float32_as_the_model_in_bfloat16() -> None:
     exact, model = build(), build(torch.bfloat16)
     exact.load_state_dict(model.state_dict())
