@@ -14,7 +14,7 @@ ROWS: list[set[str]] = [
     {"client", "worker", "tokenising", "timers"},
     {"stream", "generation", "engine", "batch_engine", "requests", "intake", "isolation", "opening", "watching"},
     {"session"},
-    {"transport", "http", "handshake"},
+    {"transport", "http", "handshake", "fragments"},
     {"server"},
     {"testing"},
     {"cli", "__main__", "__init__"},

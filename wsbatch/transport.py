@@ -18,6 +18,7 @@ from wsproto.utilities import ProtocolError
 
 from wsbatch.config import ServerConfig
 from wsbatch.errors import QueueFull, RequestError
+from wsbatch.fragments import FragmentCounter, TooManyFragments
 from wsbatch.handshake import accept_upgrade
 from wsbatch.http import Answer, Exchange, Head, HttpError, refused
 from wsbatch.metrics import EngineMetrics
@@ -28,6 +29,7 @@ LOG = logging.getLogger("wsbatch.transport")
 RawStream = trio.abc.HalfCloseableStream
 
 _RECEIVE_BYTES = 65_536
+_MAX_FRAGMENTS = 65_536
 _UNEXPECTED = "a connection ended by an unexpected error"
 # How a connection's end, from either side, looks from inside: no news to anybody.
 _ENDED = (
@@ -36,6 +38,7 @@ _ENDED = (
     trio.TooSlowError,
     trio_websocket.ConnectionClosed,
     ProtocolError,
+    TooManyFragments,
 )
 
 
@@ -243,6 +246,7 @@ class _Replay(trio.abc.Stream):
         self._head = head
         self._rest = rest
         self._begun = trio.Event()
+        self._fragments = FragmentCounter(_MAX_FRAGMENTS)
         self._writing = False
 
     def begin(self) -> None:
@@ -254,11 +258,13 @@ class _Replay(trio.abc.Stream):
             head, self._head = self._head, b""
             return head
         await self._begun.wait()
+        data: bytes | bytearray
         if self._rest:
-            rest, self._rest = self._rest, b""
-            return rest
-        data = await self._stream.receive_some(max_bytes)
+            data, self._rest = self._rest, b""
+        else:
+            data = await self._stream.receive_some(max_bytes)
         self.heard_at = trio.current_time()
+        self._fragments.feed(data)
         return data
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:

@@ -537,6 +537,20 @@ async def test_a_message_over_the_limit_is_told_1009(autojump_clock: Clock) -> N
         assert fixture.refused("too_large") == 1
 
 
+async def test_empty_fragments_without_end_are_cut_off(autojump_clock: Clock) -> None:
+    async with transport() as fixture:
+        client = await fixture.open()
+        sent = 0
+        with suppress(trio.BrokenResourceError):
+            while sent < 1_000_000:
+                await client.stream.send_all(b"\x00\x80\0\0\0\0" * 1000 if sent else b"\x02\x80\0\0\0\0")
+                sent += 1000
+        assert sent < 100_000
+        await trio.testing.wait_all_tasks_blocked()
+        assert fixture.open_connections == 0
+        assert fixture.refused("internal_error") == 0
+
+
 async def test_a_client_that_never_stops_sending_is_dropped(autojump_clock: Clock) -> None:
     async with transport(max_message_bytes=1024, close_timeout_s=3.0) as fixture:
         client = await fixture.open()
