@@ -251,8 +251,14 @@ class Session:
             if self._closing is not None and not self._live:
                 return self._closing
             self._writing.deadline = self._end_by
+            sent_s = trio.current_time()
             self._wake = trio.Event()
             await self._wake.wait()
+            # A frame costs some 50 µs, however many tokens are in it: what comes in quick succession is merged. Steps
+            # of a real model take longer than this interval, and are not held back.
+            early_s = sent_s + self._config.frame_interval_ms / 1000 - trio.current_time()
+            if early_s > 0:  # sleeping costs a third of a frame, also when it is for no time at all
+                await trio.sleep(early_s)
 
     async def _send(self, message: ServerMessage) -> None:
         self._writing.deadline = min(trio.current_time() + self._config.send_timeout_s, self._end_by)
