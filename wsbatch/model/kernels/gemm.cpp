@@ -4,6 +4,8 @@
 // rows against it, so a weight is read from memory once a step however many rows there are. Up to 8 rows the product is
 // as fast as memory; beyond, blocks of rows re-read the group from the second-level cache.
 #pragma once
+#include <algorithm>
+
 #include "vector.cpp"
 
 template <class F>
@@ -19,26 +21,29 @@ struct Matrix {
 };
 
 // Runs rows [0, m) of A against NV neighbouring panels; emit(row, first panel, acc[NV]) gets each row's sums.
-// Once the panels are in cache, the blocks after the first fetch those at `next` (or null), one panel a block.
+// Once the panels are in cache, the blocks after the first fetch those at `next` (or null) between them.
 template <class F, int MR_MAX, int NV, class Emit>
 inline void group(const Matrix<F>& w, int first_panel, const unit* next, const typename F::elem* a, int m,
                   Emit&& emit) {
     const unit* b[NV];
     for (int v = 0; v < NV; v++) b[v] = w.panel(first_panel + v);
-    const size_t lda = w.units();
+    const size_t lda = w.units(), stride = lda * LANES;
     const int blocks = (m + MR_MAX - 1) / MR_MAX;  // of nearly equal height, so that none is a sliver
+    const int share = blocks > 1 ? (NV + blocks - 2) / (blocks - 1) : 0;  // panels to fetch in each block
     int row = 0;
     for (int block = 0; block < blocks; block++) {
         const int height = (m - row) / (blocks - block) + ((m - row) % (blocks - block) != 0);
-        const unit* fetch = next && block > 0 && block <= NV ? next + (block - 1) * lda * LANES : nullptr;
+        const int from = (block - 1) * share, to = block && next ? std::min(from + share, NV) : 0;
         with_count<MR_MAX>(height, [&](auto mr) {
             constexpr int MR = decltype(mr)::value;
             __m512 acc[MR][NV];
             clear(acc);
             const auto* rows = (const unit*)a + row * lda;
-            if (fetch) {
-                dot<F, MR, NV>(acc, rows, lda, b, LANES, w.units(),
-                               [&](int k) { _mm_prefetch((const char*)(fetch + (size_t)k * LANES), _MM_HINT_T1); });
+            if (from < to) {
+                dot<F, MR, NV>(acc, rows, lda, b, LANES, w.units(), [&](int k) {
+                    for (int p = from; p < to; p++)
+                        _mm_prefetch((const char*)(next + p * stride + (size_t)k * LANES), _MM_HINT_T1);
+                });
             } else {
                 dot<F, MR, NV>(acc, rows, lda, b, LANES, w.units(), [](int) {});
             }
