@@ -190,7 +190,7 @@ class Session:
 
     async def _submit(self, request: GenerateRequest, live: _Live) -> None:
         try:
-            live.stream = await self._engine.submit(request, on_event=self._on_event)
+            live.stream = await self._engine.submit(request, client=self, on_event=self._on_event)
         except RequestError as error:
             del self._live[request.id]
             self._answer(_failed(request.id, error))

@@ -158,6 +158,17 @@ async def test_a_request_cancelled_while_it_is_tokenised_gets_its_terminal_frame
         assert trio.current_time() - started_at == pytest.approx(5.0)
 
 
+async def test_each_connection_is_a_client_of_the_engine(autojump_clock: trio.testing.MockClock) -> None:
+    async with session() as one, session() as other:
+        for fixture in (one, other):
+            await fixture.generate(1)
+            await fixture.generate(2)
+        (mine, again), (others, _) = one.engine.clients, other.engine.clients
+        assert mine == again
+        assert mine != others
+        assert mine is not None
+
+
 async def test_a_long_tokenising_blocks_nobody(autojump_clock: trio.testing.MockClock) -> None:
     async with session(submit_s=5.0) as fixture:
         await fixture.client.say(GenerateRequest(id=1, prompt="long"))

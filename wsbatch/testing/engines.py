@@ -1,6 +1,6 @@
 """An engine that does what a test tells it, in place of a model and its batcher."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 
 import trio
@@ -23,6 +23,7 @@ class ScriptedEngine:
         submit_s: how long `submit` takes, as tokenising would.
         cancellable: whether a `submit` that is cancelled ends at once; a thread that tokenises does not.
         picture: what watchers see; a test records its steps.
+        clients: who made each request, in order.
         refuse: what `submit` raises and `refusal` returns; None lets everything in.
     """
 
@@ -32,6 +33,7 @@ class ScriptedEngine:
         self.state: EngineState = "ready"
         self.live: list[Stream] = []
         self.submitting = 0
+        self.clients: list[Hashable] = []
         self.submit_s = submit_s
         self.cancellable = True
         self.refuse: RequestError | None = None
@@ -51,8 +53,15 @@ class ScriptedEngine:
             return Draining("the server is shutting down", retry_after_ms=1000)
         return self.refuse
 
-    async def submit(self, request: GenerateRequest, *, on_event: Callable[[Stream], None] | None = None) -> Stream:
+    async def submit(
+        self,
+        request: GenerateRequest,
+        *,
+        client: Hashable = None,
+        on_event: Callable[[Stream], None] | None = None,
+    ) -> Stream:
         """Accept after `submit_s`, unless refused."""
+        self.clients.append(client)
         self.submitting += 1
         try:
             with trio.CancelScope(shield=not self.cancellable):
