@@ -35,6 +35,7 @@ class Stability:
         trend_p: how likely chance alone gives a rise as steady (Kendall's tau over the window's segments).
         mean_in_system: L, averaged over the window.
         little_ratio: arrival rate times mean sojourn, over L. 1 in a steady state; finite windows scatter around it.
+        arrivals: in the window.
     """
 
     verdict: Verdict
@@ -42,6 +43,7 @@ class Stability:
     trend_p: float
     mean_in_system: float
     little_ratio: float
+    arrivals: int
 
 
 def judge(sojourns: Sequence[Sojourn], start_s: float, end_s: float) -> Stability:
@@ -60,7 +62,7 @@ def judge(sojourns: Sequence[Sojourn], start_s: float, end_s: float) -> Stabilit
     ]
     little = arrivals / (end_s - start_s) * (sum(finite) / len(finite)) / in_system if finite and in_system else inf
     if arrivals < 2 or len(set(unserved)) < 2:
-        return Stability("stable" if arrivals >= _MIN_ARRIVALS else "undecided", 0.0, 1.0, in_system, little)
+        return Stability("stable" if arrivals >= _MIN_ARRIVALS else "undecided", 0.0, 1.0, in_system, little, arrivals)
     slope = stats.linregress(range(_SEGMENTS), unserved).slope
     growth = float(slope) * _SEGMENTS
     trend_p = float(stats.kendalltau(range(_SEGMENTS), unserved, alternative="greater").pvalue)
@@ -71,12 +73,15 @@ def judge(sojourns: Sequence[Sojourn], start_s: float, end_s: float) -> Stabilit
             verdict = "unstable"
         elif trend_p > 0.05 or fraction < 0.03:
             verdict = "stable"
-    return Stability(verdict, fraction, trend_p, in_system, little)
+    return Stability(verdict, fraction, trend_p, in_system, little, arrivals)
 
 
 def hopeless(stability: Stability) -> bool:
-    """Whether a run may be stopped: the pile grows beyond any doubt, by at least a sixth of what arrives."""
-    return stability.verdict == "unstable" and stability.trend_p < 0.001 and stability.growth_fraction > 1 / 6
+    """Whether a run may be stopped: the pile grows beyond any doubt, by more than a quarter of what arrives.
+
+    Not before a hundred arrivals: a few long batches look like a trend.
+    """
+    return stability.arrivals >= 100 and stability.trend_p < 0.0001 and stability.growth_fraction > 0.25
 
 
 def _mean_present(sojourns: Sequence[Sojourn], low_s: float, high_s: float, *, only_ok: bool) -> float:

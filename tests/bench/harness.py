@@ -1,11 +1,13 @@
 """A short way to put load on the whole server in virtual time."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from wsbatch.config import EngineConfig
 from wsbatch.model.simulated import StepCosts
 from wsbatch.testing.worker import VirtualWorker
 from wsbatch_bench.arrivals import parse_arrivals
+from wsbatch_bench.cell import CellResult
 from wsbatch_bench.lengths import parse_lengths
 from wsbatch_bench.load import LoadPlan, LoadRun, run_load
 from wsbatch_bench.trace import Trace, draw_trace
@@ -52,3 +54,17 @@ def load(
             return await run_load(target, plan)
 
     return run_virtual(main)
+
+
+def cell(size: int = 8, wait_ms: float = 0.0, rate: float = 1.0, **fields: object) -> CellResult:
+    """A stable cell well within the SLO."""
+    base = CellResult(
+        engine="virtual", scheduler="dynamic", max_batch_size=size, max_wait_ms=wait_ms, options="[]",
+        label=f"dynamic b{size} w{wait_ms:g}", fraction=rate / 2, rate=rate, sent=300, completed=300,
+        request_throughput=rate, output_throughput=100 * rate, ttft_p50_s=0.1, ttft_p95_s=0.5, ttft_p95_low_s=0.4,
+        ttft_p95_high_s=0.6, e2e_p50_s=1.0, e2e_p95_s=3.0, e2e_p95_low_s=2.5, e2e_p95_high_s=3.5, tpot_p50_s=0.02,
+        tpot_p95_s=0.03, tpot_p95_low_s=0.02, tpot_p95_high_s=0.04, success=1.0, success_low=0.9901, success_high=1.0,
+        slot_utilization=0.9, waste_fraction=0.1, mean_rows=4.0, verdict="stable", growth_fraction=0.0,
+        little_ratio=1.0, stopped_early=False, worst_lag_s=0.0, invalid="",
+    )  # fmt: skip
+    return replace(base, **fields)  # type: ignore[arg-type]

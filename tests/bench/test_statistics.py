@@ -53,7 +53,7 @@ def test_correlated_latencies_are_worth_less() -> None:
         samples.append(sample)
     assert covered(samples, 1.6448536) >= 0.9
     shuffled = [rng.sample(sample, len(sample)) for sample in samples]  # as if they were independent
-    assert covered(shuffled, 1.6448536) < 0.8
+    assert covered(shuffled, 1.6448536) < 0.85
 
 
 def test_autocorrelation_time() -> None:
@@ -128,6 +128,8 @@ def test_a_server_that_sheds_has_not_kept_up() -> None:
 
 def test_only_a_clear_case_is_hopeless() -> None:
     overloaded, loaded = queue(2.0, 200, 1), queue(0.8, 200, 1)
+    few = overloaded[:90]
+    assert not hopeless(judge(few, 0.0, few[-1].came_s))
     assert hopeless(judge(overloaded, 0.0, overloaded[-1].came_s))
     assert not hopeless(judge(loaded, 0.0, loaded[-1].came_s))
 

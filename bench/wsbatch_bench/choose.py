@@ -1,0 +1,136 @@
+"""From a sweep to a setting: the one that carries the highest rate within an SLO."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from wsbatch_bench.cell import Cell, CellResult
+from wsbatch_bench.setting import Setting
+from wsbatch_bench.slo import Slo
+
+_FINE = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How much a setting carries within the SLO.
+
+    Attributes:
+        setting: the setting.
+        passed: the highest rate at which it certainly meets the SLO, with nothing but passes below it; 0 for none.
+        open_until: the lowest rate above that at which it certainly does not; infinite where none was seen. Between
+            the two it is undecided or was not measured.
+        at: the cell at `passed`; None for none.
+        beyond: the next cell above it; None for none.
+    """
+
+    setting: Setting
+    passed: float
+    open_until: float
+    at: CellResult | None
+    beyond: CellResult | None
+
+    @property
+    def order(self) -> tuple[float, int, float, str]:
+        """Best first: the highest rate by its lower bound, then the smaller batch, then the smaller wait."""
+        setting = self.setting
+        return (-self.passed, setting.max_batch_size, setting.max_wait_ms, setting.label)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen, and every setting's capacity, best first. `chosen` is None where no cell passes."""
+
+    slo: Slo
+    capacities: tuple[Capacity, ...]
+
+    @property
+    def chosen(self) -> Capacity | None:
+        """The best."""
+        return self.capacities[0] if self.capacities and self.capacities[0].passed > 0 else None
+
+    @property
+    def runner_up(self) -> Capacity | None:
+        """The second best."""
+        second = self.capacities[1:2]
+        return second[0] if second and second[0].passed > 0 else None
+
+    @property
+    def undecided(self) -> list[CellResult]:
+        """Cells above the choice that might carry more: it could be beaten by what is not known."""
+        floor = self.chosen.passed if self.chosen else 0.0
+        return [
+            each.beyond
+            for each in self.capacities
+            if each.beyond is not None and each.beyond.rate > floor and self.slo.judge(each.beyond) == "undecided"
+        ]
+
+    def why(self) -> str:
+        """In one sentence, why the chosen one and not the runner-up."""
+        best, second = self.chosen, self.runner_up
+        if best is None or best.at is None:
+            return "no setting certainly meets the SLO at any rate that was measured"
+        if second is None or second.at is None:
+            return "no other setting certainly meets the SLO at any rate that was measured"
+        if best.passed > second.passed:
+            beyond = (
+                "" if second.beyond is None else f" (at {second.beyond.rate:.4g} it is {self.slo.judge(second.beyond)})"
+            )
+            return f"{second.setting.label} carries {second.passed:.4g} requests/s within the SLO{beyond}"
+        if best.setting.max_batch_size != second.setting.max_batch_size:
+            return "both carry the same rate; the smaller batch keeps more room"
+        return "both carry the same rate with the same batch; the shorter wait costs less"
+
+
+def choose(cells: Sequence[CellResult], slo: Slo) -> Choice:
+    """Judge every cell, and rank the settings."""
+    by_setting: dict[Setting, list[CellResult]] = {}
+    for cell in cells:
+        by_setting.setdefault(cell.setting, []).append(cell)
+    capacities = [
+        _capacity(setting, sorted(own, key=lambda cell: cell.rate), slo) for setting, own in by_setting.items()
+    ]
+    return Choice(slo, tuple(sorted(capacities, key=lambda capacity: capacity.order)))
+
+
+def _capacity(setting: Setting, cells: Sequence[CellResult], slo: Slo) -> Capacity:
+    at: CellResult | None = None
+    beyond: CellResult | None = None
+    for cell in cells:
+        if slo.judge(cell) != "pass":
+            beyond = cell
+            break
+        at = cell
+    failed = [cell.rate for cell in cells if slo.judge(cell) == "fail"]
+    return Capacity(setting, 0.0 if at is None else at.rate, min(failed, default=inf), at, beyond)
+
+
+def refine(
+    cells: list[CellResult], slo: Slo, measure: Callable[[Cell], CellResult], *, rounds: int
+) -> list[CellResult]:
+    """Measure between what passes and what does not, `rounds` times, halving the gap of the setting most in doubt.
+
+    The most promising is refined: the one that could carry most, and among those the best so far. Its results are
+    added to a copy of `cells`. Gaps of a twentieth are left.
+    """
+    cells = list(cells)
+    reference = next((cell.rate / cell.fraction for cell in cells if cell.fraction), 1.0)
+    for _ in range(rounds):
+        candidates = [
+            each
+            for each in choose(cells, slo).capacities
+            if each.at is not None and each.beyond is not None and each.beyond.rate > _FINE * each.passed
+        ]
+        if not candidates:
+            return cells
+        best = max(candidates, key=lambda each: (_reach(each), each.passed, -each.setting.max_batch_size))
+        assert best.beyond is not None
+        rate = float(f"{(best.passed + best.beyond.rate) / 2:.4g}")
+        cells.append(measure(Cell(best.setting, rate / reference, rate)))
+    return cells
+
+
+def _reach(capacity: Capacity) -> float:
+    """The rate that the next measurement would show, if it passed."""
+    assert capacity.beyond is not None
+    return (capacity.passed + capacity.beyond.rate) / 2

@@ -1,0 +1,110 @@
+"""One way to run the server: what a sweep varies and `choose` picks from."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from wsbatch.config import EngineConfig
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+WAITS_MS = (0.0, 5.0, 20.0, 50.0)
+
+# A bench decides for itself what waits and what is too late; and prompts must not find each other in a cache.
+_MEASURING: dict[str, Any] = {"queue_timeout_ms": 86_400_000, "max_queue_requests": 1024, "prefix_cache": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A scheduler and its knobs.
+
+    Attributes:
+        scheduler: dynamic or continuous.
+        max_batch_size: rows.
+        max_wait_ms: of the dynamic scheduler; 0 for continuous, which has none.
+        options: further fields of EngineConfig, as (name, value).
+    """
+
+    scheduler: str
+    max_batch_size: int
+    max_wait_ms: float = 0.0
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Short and unique: `dynamic b8 w20`."""
+        wait = f" w{self.max_wait_ms:g}" if self.scheduler == "dynamic" else ""
+        more = "".join(f" {name}={_word(value)}" for name, value in self.options)
+        return f"{self.scheduler} b{self.max_batch_size}{wait}{more}"
+
+    def config(self, **fields: Any) -> EngineConfig:
+        """The engine's configuration while it is measured. Raises ValueError for a value out of bounds."""
+        own = {"max_batch_size": self.max_batch_size, "max_wait_ms": self.max_wait_ms} | dict(self.options)
+        return EngineConfig(**(_MEASURING | {"scheduler": self.scheduler} | own | fields))
+
+    def flags(self) -> list[str]:
+        """The flags of `wsbatch serve` that make a server of this setting."""
+        flags = ["--scheduler", self.scheduler, "--max-batch-size", str(self.max_batch_size)]
+        if self.scheduler == "dynamic":
+            flags += ["--max-wait-ms", f"{self.max_wait_ms:g}"]
+        return flags + _flags(dict(self.options))
+
+    def measuring_flags(self) -> list[str]:
+        """The same for a server that is to be measured."""
+        return self.flags() + _flags(
+            {name: value for name, value in _MEASURING.items() if name not in dict(self.options)}
+        )
+
+
+def default_grid() -> list[Setting]:
+    """Dynamic over batch sizes and waits, continuous over batch sizes."""
+    dynamic = [Setting("dynamic", size, wait_ms) for size in BATCH_SIZES for wait_ms in WAITS_MS]
+    return dynamic + [Setting("continuous", size) for size in BATCH_SIZES]
+
+
+def parse_setting(text: str) -> Setting:
+    """`dynamic:max_batch_size=8,max_wait_ms=20,length_buckets=64+256,adaptive_wait=true`. Raises ValueError."""
+    scheduler, _, rest = text.partition(":")
+    values: dict[str, Any] = {}
+    for item in filter(None, rest.split(",")):
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"setting {text!r}: {item!r} must be name=value")
+        values[name] = tuple(map(_value, value.split("+"))) if name == "length_buckets" else _value(value)
+    size = values.pop("max_batch_size", None)
+    if type(size) is not int:
+        raise ValueError(f"setting {text!r}: max_batch_size is required, a whole number")
+    setting = Setting(scheduler, size, float(values.pop("max_wait_ms", 0)), tuple(sorted(values.items())))
+    try:
+        setting.config()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"setting {text!r}: {error}") from None
+    return setting
+
+
+def _value(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _flags(values: dict[str, Any]) -> list[str]:
+    flags: list[str] = []
+    for name, value in values.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, tuple):
+            flags += [flag, ",".join(map(str, value))]
+        else:
+            flags += [flag, str(value)]
+    return flags

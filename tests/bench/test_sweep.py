@@ -1,0 +1,163 @@
+"""The sweep in virtual time: a few cells, resumed, drawn; settings and the command that serves them."""
+
+import json
+from math import inf, isnan, nan
+from pathlib import Path
+
+import pytest
+
+from wsbatch.model.simulated import StepCosts
+from wsbatch_bench.cell import Cell, CellResult, from_json, to_json
+from wsbatch_bench.chart import pareto
+from wsbatch_bench.choose import choose
+from wsbatch_bench.costs import parse_costs, same_for_both
+from wsbatch_bench.setting import Setting, default_grid, parse_setting
+from wsbatch_bench.slo import parse_slo
+from wsbatch_bench.stage import VirtualStage, serve_command
+from wsbatch_bench.sweep import Results, Sweep, grid, run_cells
+from wsbatch_bench.sweep_files import SweepDocument, read_sweep
+
+from .harness import cell, short_trace
+
+COSTS = StepCosts(tau_s=0.010, alpha_s=0.001, beta_s=0.0001)
+
+
+def sweep(measured: int = 60) -> Sweep:
+    return Sweep(VirtualStage(same_for_both(COSTS)), short_trace(120, output=10), warmup=10, measured=measured)
+
+
+def test_the_default_grid() -> None:
+    settings = default_grid()
+    assert len(settings) == len(set(settings)) == 30
+    assert len(grid(settings, 2.0)) == 90
+    assert {each.max_wait_ms for each in settings if each.scheduler == "continuous"} == {0.0}
+
+
+def test_cells_are_measured_once_and_resumed(tmp_path: Path) -> None:
+    cells = grid([Setting("dynamic", 4, 5.0), Setting("continuous", 4)], 40.0, (0.3, 0.7))
+    first = run_cells(sweep(), cells, Results(tmp_path / "cells.jsonl", resume=False))
+    assert [(each.label, each.rate) for each in first] == [
+        ("dynamic b4 w5", 12.0),
+        ("dynamic b4 w5", 28.0),
+        ("continuous b4", 12.0),
+        ("continuous b4", 28.0),
+    ]
+    assert all(each.completed == 60 and not each.invalid for each in first)
+    resumed = sweep()
+    object.__setattr__(resumed, "measure", None)  # it must not measure again
+    again = run_cells(resumed, cells, Results(tmp_path / "cells.jsonl", resume=True))
+    assert list(map(str, again)) == list(map(str, first))
+
+
+def test_a_cell_is_the_same_every_time_and_another_seed_is_another_result() -> None:
+    what = Cell(Setting("dynamic", 4, 5.0), 0.5, 20.0)
+    assert sweep().measure(what) == sweep().measure(what)
+    assert sweep().key(what) != sweep(measured=61).key(what)
+
+
+def test_capacity_is_what_a_full_batch_always_waiting_gives() -> None:
+    """Batches of 4 rows of 20 prompt and 10 output tokens: 0.018 + 9 * 0.014 = 0.144 s for 4 requests."""
+    assert sweep().capacity(Setting("dynamic", 4)) == pytest.approx(4 / 0.144, rel=0.05)
+
+
+def test_overload_is_unstable_and_stopped() -> None:
+    result = Sweep(VirtualStage(same_for_both(COSTS)), short_trace(400, output=10), warmup=10, measured=300).measure(
+        Cell(Setting("dynamic", 1), 2.0, 20.0)
+    )
+    assert result.verdict == "unstable"
+    assert result.stopped_early
+    assert result.e2e_p95_s == inf
+
+
+def test_continuous_wastes_no_slots_and_dynamic_does() -> None:
+    dynamic, continuous = (sweep().measure(Cell(Setting(name, 8), 0.5, 30.0)) for name in ("dynamic", "continuous"))
+    assert continuous.slot_utilization == 1.0
+    assert dynamic.waste_fraction >= 0.0
+    assert continuous.e2e_p95_s < dynamic.e2e_p95_s
+
+
+def test_results_survive_json() -> None:
+    result = cell(
+        e2e_p95_high_s=inf, waste_fraction=nan, options='[["adaptive_wait", true], ["length_buckets", [64, 256]]]'
+    )
+    again = from_json(json.loads(json.dumps(to_json(result), allow_nan=False)))
+    assert again.e2e_p95_high_s == inf
+    assert isnan(again.waste_fraction)
+    assert again.setting.options == (("adaptive_wait", True), ("length_buckets", (64, 256)))
+
+
+def test_the_frontier_is_of_stable_cells_that_nobody_beats() -> None:
+    def at(throughput: float, p95_s: float, **more: object) -> CellResult:
+        return cell(output_throughput=throughput, e2e_p95_s=p95_s, **more)
+
+    cells = [at(10, 1), at(20, 2), at(15, 3), at(20, 4), at(30, 5, verdict="unstable"), at(25, 9)]
+    assert [(each.output_throughput, each.e2e_p95_s) for each in pareto(cells)] == [(10, 1), (20, 2), (25, 9)]
+
+
+def test_the_files_of_a_sweep(tmp_path: Path) -> None:
+    cells = [
+        cell(8, rate=1.0),
+        cell(8, rate=2.0, verdict="unstable", e2e_p95_s=inf),
+        cell(16, rate=1.0, verdict="undecided"),
+    ]
+    document = SweepDocument({"title": "a <title>", "model": "demo"}, cells)
+    names = document.write(tmp_path, choose(cells, parse_slo("e2e_p95<=5s")))
+    assert {path.name for path in tmp_path.iterdir()} == set(names)
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    report = (tmp_path / "report.html").read_text()
+    assert "a &lt;title&gt;" in report
+    assert "chosen: dynamic b8" in report  # in the chart, which is inline
+    assert "http://" not in report.replace("http://www.w3.org", "").replace("http://creativecommons", "").replace(
+        "http://purl", ""
+    )
+    assert "src=" not in report
+    assert read_sweep(tmp_path).cells[1].e2e_p95_s == inf
+    assert (tmp_path / "sweep.csv").read_text().count("\n") == 4
+
+
+@pytest.mark.parametrize(
+    ("spec", "label", "command"),
+    [
+        ("dynamic:max_batch_size=8,max_wait_ms=20", "dynamic b8 w20", "--max-batch-size 8 --max-wait-ms 20"),
+        (
+            "continuous:max_batch_size=4,prefill_chunk_tokens=64",
+            "continuous b4 prefill_chunk_tokens=64",
+            "--prefill-chunk-tokens 64",
+        ),
+        (
+            "dynamic:max_batch_size=4,length_buckets=64+256,adaptive_wait=true",
+            "dynamic b4 w0 adaptive_wait=on length_buckets=64+256",
+            "--adaptive-wait --length-buckets 64,256",
+        ),
+    ],
+)
+def test_settings_from_specs_and_as_commands(spec: str, label: str, command: str) -> None:
+    setting = parse_setting(spec)
+    assert setting.label == label
+    assert command in serve_command("demo", setting)
+
+
+@pytest.mark.parametrize(
+    ("spec", "word"),
+    [
+        ("dynamic", "max_batch_size is required"),
+        ("dynamic:max_batch_size=0", "at least 1"),
+        ("dynamic:max_batch_size=2,colour=3", "colour"),
+        ("static:max_batch_size=2", "static"),
+    ],
+)
+def test_bad_settings_are_named(spec: str, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        parse_setting(spec)
+
+
+def test_costs_from_flags_and_files(tmp_path: Path) -> None:
+    assert parse_costs("tau_ms=12,alpha_ms=0.9,beta_ms=0.7")["dynamic"] == StepCosts(
+        tau_s=0.012, alpha_s=0.0009, beta_s=0.0007
+    )
+    path = tmp_path / "fit.json"
+    path.write_text(json.dumps({"continuous": {"tau_s": 0.01, "alpha_s": 0.001, "beta_s": 0.0005, "r2": 0.99}}))
+    assert parse_costs(str(path)) == {"continuous": StepCosts(tau_s=0.01, alpha_s=0.001, beta_s=0.0005)}
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="not a file of step costs"):
+        parse_costs(str(path))
