@@ -122,7 +122,7 @@ def test_the_files_of_a_sweep(tmp_path: Path) -> None:
         (
             "continuous:max_batch_size=4,prefill_chunk_tokens=64",
             "continuous b4 prefill_chunk_tokens=64",
-            "--prefill-chunk-tokens 64",
+            "--scheduler continuous --max-batch-size 4 --prefill-chunk-tokens 64",
         ),
         (
             "dynamic:max_batch_size=4,length_buckets=64+256,adaptive_wait=true",
