@@ -17,6 +17,8 @@ from wsbatch.wire import CODECS, SUBPROTOCOLS, WireLimits
 
 # What a server that is told to stop at once, or is cancelled, takes to tell its clients.
 _SHUTDOWN_S = 0.5
+# A connection that drains stays open at least this long, for what was on its way when the client was told.
+_LAST_WORDS_S = 0.5
 
 
 async def serve(
@@ -143,13 +145,18 @@ class Server:
         if self._drain_by is not None:
             grace_s = max(0.0, self._drain_by - trio.current_time())
             for session in self._sessions:
-                session.drain(deadline_ms=round(grace_s * 1000))
+                session.drain(deadline_ms=round(grace_s * 1000), open_s=_LAST_WORDS_S)
             # The engine keeps the grace itself; the second bound is for one that hangs.
             with trio.move_on_after(grace_s + self._config.close_timeout_s):
                 await self._engine.drain(grace_s)
+                with trio.move_on_after(_LAST_WORDS_S):
+                    await self._until_idle()
         code, reason = (1011, "the engine died") if self._engine.state == "dead" else (1001, "drained")
         for session in list(self._sessions):
             session.end(code, reason, within_s=self._config.close_timeout_s)
+        await self._until_idle()
+
+    async def _until_idle(self) -> None:
         while self._sessions:
             self._idle = trio.Event()
             await self._idle.wait()

@@ -97,6 +97,7 @@ class Session:
         self._watching = Watching(engine, wake=lambda: self._wake.set())
         self._writing = trio.CancelScope()
         self._closing: tuple[int, str] | None = None
+        self._open_until_s = -inf
         self._end_by = inf
         self._parting = False  # the writer is in the closing handshake, during which nothing can be received
         self._deaf = False  # nothing that arrives is acted on any more
@@ -123,16 +124,22 @@ class Session:
             self._watching.stop()
             self._cancel_live()
 
-    def drain(self, deadline_ms: int) -> None:
-        """Tell the client, and close (1001) once its live requests have ended."""
+    def drain(self, deadline_ms: int, *, open_s: float) -> None:
+        """Tell the client, and close (1001) once its live requests have ended.
+
+        The connection stays open for `open_s` in any case: a request that the client sent before it had read the
+        notice is refused by an `error` frame then, and not lost.
+        """
         self._answer(DrainingNotice(deadline_ms))
         if self._closing is None:
             self._closing = (1001, "drained")
+            self._open_until_s = trio.current_time() + open_s
             self._wake.set()
 
     def end(self, code: int, reason: str, *, within_s: float) -> None:
         """Cancel what is live, write what is left and close; after `within_s` abort."""
         self._deaf = True
+        self._open_until_s = -inf
         if self._closing is None or (self._closing[0] == 1001 and code != 1001):
             self._closing = (code, reason)
         self._end_by = min(self._end_by, trio.current_time() + within_s)
@@ -248,9 +255,14 @@ class Session:
                     del self._live[stream.request.id]
                 for event in events:
                     await self._send(event)
-            if self._closing is not None and not self._live:
-                return self._closing
             self._writing.deadline = self._end_by
+            if self._closing is not None and not self._live:
+                if trio.current_time() >= self._open_until_s:
+                    return self._closing
+                self._wake = trio.Event()
+                with trio.move_on_at(self._open_until_s):
+                    await self._wake.wait()
+                continue
             sent_s = trio.current_time()
             self._wake = trio.Event()
             await self._wake.wait()

@@ -388,7 +388,7 @@ async def test_draining_waits_for_the_live_and_closes_with_1001(autojump_clock: 
     async with session() as fixture:
         stream = await fixture.generate(1)
         await fixture.client.hear()
-        fixture.session.drain(5000)
+        fixture.session.drain(5000, open_s=0.5)
         assert await fixture.client.hear() == DrainingNotice(5000)
         fixture.engine.refuse = Draining("the server is shutting down", retry_after_ms=1000)
         await fixture.client.say(GenerateRequest(id=2, prompt="x"))
@@ -401,11 +401,21 @@ async def test_draining_waits_for_the_live_and_closes_with_1001(autojump_clock: 
         assert fixture.client.closed == (1001, "drained")
 
 
-async def test_an_idle_connection_drains_at_once(autojump_clock: trio.testing.MockClock) -> None:
+async def test_an_idle_connection_drains_as_soon_as_last_words_are_answered(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
     async with session() as fixture:
-        fixture.session.drain(5000)
+        fixture.engine.refuse = Draining("the server is shutting down", retry_after_ms=1000)
+        told_at = trio.current_time()
+        fixture.session.drain(5000, open_s=0.5)
+        await trio.sleep(0.3)  # the client's request crosses the notice
+        await fixture.client.say(GenerateRequest(id=1, prompt="x"))
         await fixture.ended.wait()
-        assert fixture.client.frames[1:] == [DrainingNotice(5000)]
+        assert trio.current_time() - told_at == pytest.approx(0.5)
+        notice, refused = fixture.client.frames[1:]
+        assert notice == DrainingNotice(5000)
+        assert isinstance(refused, Failed)
+        assert (refused.id, refused.code) == (1, "draining")
         assert fixture.client.closed == (1001, "drained")
 
 
