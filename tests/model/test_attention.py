@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 
 from wsbatch.model.attention import Pool, paged_attention, place
+from wsbatch.model.graphs import DecodeGraphs
 from wsbatch.model.ragged import Ragged, flatten
-from wsbatch.steps import PagedRow, PagedStep
+from wsbatch.steps import PagedRow, PagedStep, RowSampling
 
 BLOCK, BLOCKS, HEADS, KV_HEADS, DIM = 4, 24, 6, 2, 8
 LAYER: Any = SimpleNamespace(layer_idx=1)
@@ -44,9 +46,45 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, window
     return out
 
 
+def as_documented(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_starts: torch.Tensor,
+    kv_starts: torch.Tensor,
+    max_query: int,
+    max_kv: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: torch.Tensor,
+    block_table: torch.Tensor,
+) -> torch.Tensor:
+    """What the documentation of `torch.nn.attention.varlen.varlen_attn` says, which itself runs on CUDA only."""
+    assert enable_gqa
+    assert scale == 0.3
+    assert window_size[1] == 0
+    assert int(query_starts.diff().max()) <= max_query
+    assert int(seqused_k.max()) <= max_kv
+    assert kv_starts.diff().tolist() == seqused_k.tolist()
+    assert all(t.dtype == torch.int32 for t in (query_starts, kv_starts, seqused_k, block_table))
+    out = torch.empty_like(q)
+    for row, used in enumerate(seqused_k.tolist()):
+        begin, end = query_starts[row : row + 2].tolist()
+        k, v = (cache[block_table[row].long()].flatten(0, 1)[:used] for cache in (keys, values))
+        window = None if window_size[0] < 0 else window_size[0] + 1
+        out[begin:end] = attend(q[begin:end], k, v, used - (end - begin), window)
+    return out
+
+
+@pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("rows", [[(0, 1)], [(0, 9)], [(6, 1), (0, 3), (11, 1), (5, 8), (3, 1)]])
-def test_each_row_attends_over_its_own_blocks(rows: list[tuple[int, int]], window: int | None) -> None:
+def test_each_row_attends_over_its_own_blocks(
+    rows: list[tuple[int, int]], window: int | None, varlen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", as_documented)
     torch.manual_seed(1)
     where = pool()
     full = [
@@ -63,7 +101,7 @@ def test_each_row_attends_over_its_own_blocks(rows: list[tuple[int, int]], windo
     new_k = torch.cat([k[start:] for (k, _), (start, _) in zip(full, rows, strict=True)])
     new_v = torch.cat([v[start:] for (_, v), (start, _) in zip(full, rows, strict=True)])
 
-    paged = place(tables, where, torch.device("cpu"))
+    paged = place(tables, where, torch.device("cpu"), varlen=varlen)
     got, _ = paged_attention(
         LAYER,
         torch.cat(q).transpose(0, 1)[None],
@@ -88,3 +126,39 @@ def test_what_it_does_not_compute_is_refused_by_name(name: str) -> None:
     q, k = torch.zeros(1, HEADS, 1, DIM), torch.zeros(1, KV_HEADS, 1, DIM)
     with pytest.raises(NotImplementedError, match=name):
         paged_attention(LAYER, q, k, k, None, paged=paged, **{name: torch.ones(1)})
+
+
+def test_graphs_of_a_few_sizes_serve_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer of attention stands for the model; a replay calls it again and fills the captured output."""
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", as_documented)
+    torch.manual_seed(2)
+    table = torch.randn(50, HEADS, DIM)
+
+    def logits(token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, paged: Any) -> torch.Tensor:
+        x = (table[token_ids] + positions[:, None, None]).transpose(0, 1)[None]  # [1, H, N, D]
+        out, _ = paged_attention(LAYER, x, x[:, :KV_HEADS], x[:, :KV_HEADS], None, paged=paged, scaling=0.3)
+        return out[0].flatten(1)[keep]
+
+    def repeat(call: Any) -> tuple[Any, torch.Tensor]:
+        output = call().clone()
+        return lambda: output.copy_(call()), output
+
+    where, plain = pool(), pool()
+    graphs = DecodeGraphs(logits, where, widest=5, device=torch.device("cpu"), sizes=(1, 2, 4), capture=repeat)
+    for positions in ([0, 0, 0], [1, 1], [2], [2, 1, 1, 0]):
+        tables = [(7, 3), (2, 9), (11, 4), (6, 8)]
+        rows = [
+            PagedRow(key, (10 * key + position,), position, tables[key], RowSampling())
+            for key, position in enumerate(positions)
+        ]
+        step = flatten(PagedStep(tuple(rows)), block_tokens=BLOCK, total_blocks=BLOCKS - 1)
+        assert graphs.suit(step)
+        got = graphs.run(step)
+        paged = place(step, plain, torch.device("cpu"))
+        flat = [torch.from_numpy(array) for array in (step.token_ids, step.positions, step.sample_at)]
+        assert torch.allclose(got, logits(*flat, paged), atol=1e-5)
+    five = [PagedRow(key, (1,), 0, (key,), RowSampling()) for key in range(5)]
+    chunk = PagedRow(0, (1, 2), 0, (0,), RowSampling())
+    silent = PagedRow(0, (1,), 0, (0,), None)
+    for rows in (five, [chunk], [silent]):
+        assert not graphs.suit(flatten(PagedStep(tuple(rows)), block_tokens=BLOCK, total_blocks=BLOCKS))

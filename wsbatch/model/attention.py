@@ -64,40 +64,44 @@ class Varlen:
     max_kv: int
 
 
-def place(ragged: Ragged, pool: Pool, device: torch.device) -> PagedBatch:
-    """Turn a step's flat arrays into the tensors the attention function reads."""
+def place(ragged: Ragged, pool: Pool, device: torch.device, *, varlen: bool = False) -> PagedBatch:
+    """Turn a step's flat arrays into the tensors the attention function reads.
+
+    `varlen` takes torch's variable-length attention (CUDA, float16 and bfloat16) instead of plain torch row by row.
+    """
     size = pool.block_tokens
     lens = np.diff(ragged.query_starts)
-    row_of = np.repeat(np.arange(len(lens)), lens)
-    slots = ragged.block_tables[row_of, ragged.positions // size].astype(np.int64) * size + ragged.positions % size
-    if device.type == "cuda":
-        varlen = Varlen(
+
+    def slots_of(rows: Any, places: Any) -> Tensor:
+        found = ragged.block_tables[rows, places // size].astype(np.int64) * size + places % size
+        return torch.from_numpy(found).to(device)
+
+    slots = slots_of(np.repeat(np.arange(len(lens)), lens), ragged.positions)
+    if varlen:
+        kv_starts = np.concatenate(([0], np.cumsum(ragged.kv_lens))).astype(np.int32)
+        arguments = Varlen(
             query_starts=torch.from_numpy(ragged.query_starts).to(device),
-            kv_starts=torch.from_numpy(np.concatenate(([0], np.cumsum(ragged.kv_lens))).astype(np.int32)).to(device),
+            kv_starts=torch.from_numpy(kv_starts).to(device),
             kv_lens=torch.from_numpy(ragged.kv_lens).to(device),
             block_tables=torch.from_numpy(ragged.block_tables).to(device),
             max_query=int(lens.max()),
             max_kv=int(ragged.kv_lens.max()),
         )
-        return PagedBatch(pool, torch.from_numpy(slots).to(device), None, [], varlen)
+        return PagedBatch(pool, slots, None, [], arguments)
     one = np.flatnonzero(lens == 1)
     single = None
     if one.size:
-        kv_lens = ragged.kv_lens[one]
-        places = np.arange(int(kv_lens.max()))
-        kv_slots = ragged.block_tables[one][:, places // size].astype(np.int64) * size + places % size
+        kv_lens = ragged.kv_lens[one].astype(np.int64)
         single = (
-            torch.from_numpy(ragged.query_starts[one].astype(np.int64)),
-            torch.from_numpy(kv_slots),
-            torch.from_numpy(kv_lens.astype(np.int64)),
+            torch.from_numpy(ragged.query_starts[one].astype(np.int64)).to(device),
+            slots_of(one[:, None], np.arange(kv_lens.max())[None]),
+            torch.from_numpy(kv_lens).to(device),
         )
     chunks = []
     for row in np.flatnonzero(lens > 1):
-        places = np.arange(int(ragged.kv_lens[row]))
-        kv_slots = ragged.block_tables[row][places // size].astype(np.int64) * size + places % size
         start, end = int(ragged.query_starts[row]), int(ragged.query_starts[row + 1])
-        chunks.append((start, end, torch.from_numpy(kv_slots)))
-    return PagedBatch(pool, torch.from_numpy(slots), single, chunks)
+        chunks.append((start, end, slots_of(row, np.arange(ragged.kv_lens[row]))))
+    return PagedBatch(pool, slots, single, chunks)
 
 
 def paged_attention(
@@ -143,7 +147,7 @@ def _by_row(q: Tensor, keys: Tensor, values: Tensor, paged: PagedBatch, scale: f
     if paged.single is not None:
         at, slots, lens = paged.single
         k, v = keys[slots].transpose(1, 2), values[slots].transpose(1, 2)  # [B, Hkv, S, D]
-        places = torch.arange(slots.shape[1])
+        places = torch.arange(slots.shape[1], device=q.device)
         mask = places < lens[:, None]
         if window is not None:
             mask &= places >= lens[:, None] - window
@@ -153,8 +157,8 @@ def _by_row(q: Tensor, keys: Tensor, values: Tensor, paged: PagedBatch, scale: f
         out[at] = got.squeeze(2)
     for start, end, slots in paged.chunks:
         k, v = keys[slots].transpose(0, 1), values[slots].transpose(0, 1)  # [Hkv, S, D]
-        positions = torch.arange(slots.shape[0] - (end - start), slots.shape[0])[:, None]
-        places = torch.arange(slots.shape[0])
+        places = torch.arange(slots.shape[0], device=q.device)
+        positions = places[start - end :, None]
         mask = places <= positions
         if window is not None:
             mask &= places > positions - window

@@ -5,15 +5,19 @@ the fused runner is tested against. What it cannot compute is refused at load, w
 """
 
 import inspect
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wsbatch.model.attention import NAME, Pool, place
+from wsbatch.model.attention import NAME, PagedBatch, Pool, place
+from wsbatch.model.graphs import DecodeGraphs
 from wsbatch.model.ragged import Ragged, flatten
 from wsbatch.steps import PagedRow, PagedStep
+
+_log = logging.getLogger("wsbatch.model")
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -41,18 +45,32 @@ class ModulesRunner:
         self._shape = (block_tokens, heads, head_dim)
         self._layers: int = config.num_hidden_layers
         self._device: torch.device = model.device
+        self._graphs: DecodeGraphs | None = None
         model.set_attn_implementation(NAME)
-        self._pool = self._make_pool(total_blocks)
+        # One block more than the scheduler knows of: where the padding rows of a CUDA graph write.
+        self._pool = self._make_pool(total_blocks + 1)
         self._calls: list[tuple[int, int | None]] = []
+        self._varlen = self._device.type == "cuda" and model.dtype in (torch.float16, torch.bfloat16)
+        one = flatten(
+            PagedStep((PagedRow(0, (0,), 0, (0,), None),)), block_tokens=block_tokens, total_blocks=total_blocks
+        )
+        if self._varlen:
+            try:
+                self.run(one, [])
+            except RuntimeError as error:
+                _log.warning("torch's variable-length attention cannot run here, plain torch replaces it: %s", error)
+                self._varlen = False
         # One token tells whether every layer reaches the attention function, and with which window.
         try:
-            one = PagedStep((PagedRow(0, (0,), 0, (0,), None),))
-            self.run(flatten(one, block_tokens=block_tokens, total_blocks=total_blocks), [])
+            self.run(one, [])
         except (NotImplementedError, TypeError, RuntimeError, IndexError, AttributeError) as error:
             raise refusal(model, str(error)) from error
         if [layer for layer, _ in self._calls] != list(range(self._layers)):
             raise refusal(model, "not every layer goes through transformers' attention interface")
         _check_windows(model, config, [window for _, window in self._calls], max_model_len)
+        if self._varlen:
+            widest = -(-max_model_len // block_tokens)
+            self._graphs = DecodeGraphs(self._logits, self._pool, widest=widest, device=self._device)
 
     def _make_pool(self, blocks: int) -> Pool:
         def make() -> list[Tensor]:
@@ -64,6 +82,15 @@ class ModulesRunner:
         return Pool(make(), make(), self._shape[0])
 
     @torch.inference_mode()
+    def _logits(self, token_ids: Tensor, positions: Tensor, keep: Tensor | None, paged: PagedBatch) -> Tensor | None:
+        """Logits [S, V] of the flat tokens at `keep` [S], of [T] tokens; None where nothing is kept."""
+        inputs = {"input_ids": token_ids[None], "position_ids": positions[None], "use_cache": False, "paged": paged}
+        if keep is None:
+            self._model.base_model(**inputs)
+            return None
+        logits: Tensor = self._model(**inputs, logits_to_keep=keep).logits
+        return logits[0]
+
     def run(self, ragged: Ragged, wanted: Sequence[bool]) -> tuple[list[int], Tensor]:
         """Run one step.
 
@@ -73,19 +100,18 @@ class ModulesRunner:
         Returns the most likely id of every sampling row (-1 where its logits are not finite), and the logits of the
         wanted rows, [wanted rows, V] in the model's dtype.
         """
-        paged = place(ragged, self._pool, self._device)
-        self._calls = paged.calls
-        inputs = {
-            "input_ids": torch.from_numpy(ragged.token_ids).to(self._device)[None],  # [1, T]
-            "position_ids": torch.from_numpy(ragged.positions).to(self._device)[None],
-            "use_cache": False,
-            "paged": paged,
-        }
-        if not wanted:
-            self._model.base_model(**inputs)
+        if self._graphs is not None and self._graphs.suit(ragged):
+            logits: Tensor | None = self._graphs.run(ragged)
+        else:
+            token_ids, positions, keep = (
+                torch.from_numpy(array).to(self._device)
+                for array in (ragged.token_ids, ragged.positions, ragged.sample_at)
+            )
+            paged = place(ragged, self._pool, self._device, varlen=self._varlen)
+            logits = self._logits(token_ids, positions, keep if wanted else None, paged)
+            self._calls = paged.calls
+        if logits is None:
             return [], torch.empty(0)
-        keep = torch.from_numpy(ragged.sample_at).to(self._device)
-        logits: Tensor = self._model(**inputs, logits_to_keep=keep).logits[0]  # [S, V]
         peaks, ids = logits.max(dim=-1)
         best: list[int] = ids.masked_fill(~peaks.isfinite(), -1).tolist()
         return best, logits[torch.tensor(wanted, device=self._device)]
