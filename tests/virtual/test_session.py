@@ -419,6 +419,17 @@ async def test_an_idle_connection_drains_as_soon_as_last_words_are_answered(
         assert fixture.client.closed == (1001, "drained")
 
 
+async def test_an_end_does_not_wait_for_last_words(autojump_clock: trio.testing.MockClock) -> None:
+    async with session() as fixture:
+        told_at = trio.current_time()
+        fixture.session.drain(5000, open_s=0.5)
+        await trio.sleep(0.1)
+        fixture.session.end(1001, "the server is shutting down", within_s=0.2)
+        await fixture.ended.wait()
+        assert trio.current_time() - told_at == pytest.approx(0.1, abs=0.01)
+        assert fixture.client.closed == (1001, "drained")
+
+
 async def test_end_is_bounded_also_behind_a_blocked_writer(autojump_clock: trio.testing.MockClock) -> None:
     async with session(send_timeout_s=600.0) as fixture:
         stream = await fixture.generate(1)
