@@ -146,7 +146,7 @@ def test_graphs_of_a_few_sizes_serve_any_number_of_rows(monkeypatch: pytest.Monk
     where, plain = pool(), pool()
     graphs = DecodeGraphs(logits, where, widest=5, device=torch.device("cpu"), sizes=(1, 2, 4), capture=repeat)
     for positions in ([0, 0, 0], [1, 1], [2], [2, 1, 1, 0]):
-        tables = [(7, 3), (2, 9), (11, 4), (6, 8)]
+        tables = [(0, 3), (2, 9), (11, 4), (6, 8)]
         rows = [
             PagedRow(key, (10 * key + position,), position, tables[key], RowSampling())
             for key, position in enumerate(positions)
