@@ -14,7 +14,7 @@ ROWS: list[set[str]] = [
     {"client", "worker", "tokenising", "timers"},
     {"stream", "generation", "engine", "batch_engine", "requests", "intake", "isolation", "opening", "watching"},
     {"session"},
-    {"transport", "http", "handshake", "fragments"},
+    {"transport", "http", "handshake", "page", "fragments"},
     {"server"},
     {"testing"},
     {"cli", "__main__", "__init__"},

@@ -39,6 +39,31 @@ def accept_upgrade(head: Head, config: ServerConfig) -> tuple[str | None, bytes]
     return subprotocol, h11.Connection(h11.CLIENT).send(request) or b""
 
 
+def probe_refusal(head: Head, config: ServerConfig) -> Unauthorized | None:
+    """For a page whose handshake failed: whether it was for the token in the query; browsers do not tell it.
+
+    A probe without a token, an orchestrator's, is never refused.
+    """
+    if "token" in parse_qs(head.query, keep_blank_values=True):
+        try:
+            _check_token(head, config.auth_token)
+        except Unauthorized as error:
+            return error
+    return None
+
+
+def readable_by(head: Head, config: ServerConfig) -> tuple[tuple[str, str], ...]:
+    """Headers that let the pages that may connect read a probe's answer, wherever they were loaded from."""
+    if not config.allow_origins:
+        return (("Access-Control-Allow-Origin", "*"),)
+    try:
+        _check_origin(head, config.allow_origins)
+    except HttpError:
+        return ()
+    origins = tuple(("Access-Control-Allow-Origin", value.decode("latin-1")) for value in head.values(b"origin"))
+    return (*origins[:1], ("Vary", "Origin"))
+
+
 def _valid_key(head: Head) -> bytes:
     """The handshake's key, once all of RFC 6455 section 4.2.1 holds.
 

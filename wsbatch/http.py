@@ -100,12 +100,9 @@ class Exchange:
 
     def answer(self, answer: Answer) -> bytes:
         """The bytes of the response. Nothing follows it."""
-        headers = [
-            ("Content-Type", answer.content_type),
-            ("Content-Length", str(len(answer.body))),
-            ("Connection", "close"),
-            *answer.headers,
-        ]
+        headers = [("Content-Type", answer.content_type), ("Connection", "close"), *answer.headers]
+        if answer.status != 304:  # where it would have to be the length of what is not sent
+            headers.append(("Content-Length", str(len(answer.body))))
         reason = HTTPStatus(answer.status).phrase
         data = self._h11.send(h11.Response(status_code=answer.status, reason=reason, headers=headers)) or b""
         if self._method != b"HEAD":
@@ -128,7 +125,7 @@ def refused(error: RequestError) -> Answer:
 def plain_answer(head: Head, engine: Engine, *, unready: RequestError | None) -> Answer:
     """The answer to a request that is not an upgrade. `unready` is why new work would be refused now."""
     if head.path not in ("/livez", "/readyz", "/metrics"):
-        return Answer(404, b"Nothing here. /livez, /readyz and /metrics answer; everything else is WebSocket.\n")
+        return Answer(404, b"Nothing here. The page is at /, and /livez, /readyz and /metrics answer.\n")
     if head.method not in (b"GET", b"HEAD"):
         return Answer(405, b"GET or HEAD\n", headers=(("Allow", "GET, HEAD"),))
     if head.path == "/metrics":

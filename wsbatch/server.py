@@ -2,6 +2,7 @@
 
 import ssl
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from ipaddress import ip_address
 
@@ -10,7 +11,9 @@ import trio
 from wsbatch.config import ServerConfig
 from wsbatch.engine import Engine
 from wsbatch.errors import Draining, RequestError
+from wsbatch.handshake import probe_refusal, readable_by
 from wsbatch.http import Answer, Head, plain_answer
+from wsbatch.page import page_answer
 from wsbatch.session import Connection, Session
 from wsbatch.transport import RawStream, Transport
 from wsbatch.wire import CODECS, SUBPROTOCOLS, WireLimits
@@ -184,7 +187,13 @@ class Server:
             self._idle.set()
 
     def _plain(self, head: Head) -> Answer:
-        return plain_answer(head, self._engine, unready=self.refusal())
+        if (answer := page_answer(head)) is not None:
+            return answer
+        unready = probe_refusal(head, self._config) or self.refusal()
+        answer = plain_answer(head, self._engine, unready=unready)
+        if head.path == "/readyz":
+            answer = replace(answer, headers=(*answer.headers, *readable_by(head, self._config)))
+        return answer
 
 
 def _tls_context(config: ServerConfig) -> ssl.SSLContext:

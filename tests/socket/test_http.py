@@ -85,7 +85,7 @@ async def test_other_methods_and_paths() -> None:
     async with serving(ServerConfig(port=0)) as served:
         reply = await fetch(served, "/metrics", "POST")
         assert (reply.status, reply.headers["allow"]) == (405, "GET, HEAD")
-        for path in ("/", "/favicon.ico", "/livez/", "//livez"):
+        for path in ("/nothing", "/favicon.ico", "/livez/", "//livez"):
             assert (await fetch(served, path)).status == 404
 
 

@@ -1,0 +1,222 @@
+import assert from "node:assert/strict";
+import { after, before, test } from "node:test";
+import { WebSocket } from "ws";
+import { connect, whyRefused, WsbatchError } from "../wsbatch.js";
+import { collect, Server } from "./server.mjs";
+
+let server;
+before(async () => (server = await Server.start("--allow-watch", "--max-live-requests", "4")));
+after(() => server.stop());
+
+async function withClient(act, options = {}) {
+  const client = await connect(options.url ?? server.url, { WebSocket, ...options });
+  try {
+    return await act(client);
+  } finally {
+    await client.close();
+  }
+}
+
+for (const subprotocol of [undefined, "wsbatch.v1.msgpack", "wsbatch.v1.json"]) {
+  test(`a whole generation over ${subprotocol ?? "the default"}`, () =>
+    withClient(
+      async (client) => {
+        assert.equal(client.hello.model.startsWith("simulated"), true);
+        const [accepted, ...rest] = await collect(client.generate({ prompt: "hi", max_tokens: 6, temperature: 0.7 }));
+        const finished = rest.pop();
+        assert.deepEqual([accepted.type, accepted.prompt_tokens], ["accepted", 2]);
+        assert.deepEqual([finished.type, finished.finish_reason], ["finished", "length"]);
+        assert.equal(finished.usage.completion_tokens, 6);
+        assert.ok(rest.every((event) => event.type === "tokens"));
+        assert.equal(rest.flatMap((event) => event.token_ids).length, 6);
+      },
+      { subprotocol },
+    ));
+}
+
+test("both subprotocols and both ways of asking give the same text", async () => {
+  const request = { messages: [{ role: "user", content: "é🙂" }], max_tokens: 20, seed: 5, temperature: 1, logprobs: 1 };
+  const ask = (subprotocol) => withClient((client) => client.complete(request), { subprotocol });
+  const [one, two] = [await ask("wsbatch.v1.msgpack"), await ask("wsbatch.v1.json")];
+  assert.equal(one.text, two.text);
+  assert.deepEqual(one.logprobs, two.logprobs);
+  assert.equal(one.logprobs.length, 20);
+  assert.equal(one.accepted.seed, 5);
+  const whole = await withClient((client) => client.complete({ ...request, stream: false }));
+  assert.deepEqual([whole.text, whole.tokenIds], [one.text, one.tokenIds]);
+});
+
+test("many at once on one connection", () =>
+  withClient(async (client) => {
+    const lengths = [3, 9, 1, 6];
+    const all = lengths.map((max_tokens) => client.complete({ prompt: "x", max_tokens }));
+    assert.deepEqual((await Promise.all(all)).map((one) => one.tokenIds.length), lengths);
+  }));
+
+test("an error is thrown with its code, status and message", () =>
+  withClient(async (client) => {
+    await assert.rejects(client.complete({ prompt: "x", temperature: -1 }), (error) => {
+      assert.ok(error instanceof WsbatchError);
+      assert.deepEqual([error.code, error.status, error.retryAfterMs], ["bad_request", 400, null]);
+      assert.match(error.message, /temperature/);
+      return true;
+    });
+    assert.equal((await client.complete({ prompt: "x", max_tokens: 2 })).tokenIds.length, 2);
+  }));
+
+test("what is over the server's limit is refused here, and the connection lives", () =>
+  withClient(async (client) => {
+    const prompt = "x".repeat(client.hello.limits.max_message_bytes);
+    assert.throws(() => client.generate({ prompt }), { code: "too_large" });
+    assert.ok(client.open);
+  }));
+
+test("cancel ends a generation with the reason cancelled", () =>
+  withClient(async (client) => {
+    const generation = client.generate({ prompt: "x", max_tokens: 4000 });
+    let last;
+    for await (const event of generation) {
+      if (event.type === "tokens") generation.cancel();
+      last = event;
+    }
+    assert.equal(last.finish_reason, "cancelled");
+  }));
+
+test("leaving the loop cancels: the places are free again", () =>
+  withClient(async (client) => {
+    for (let i = 0; i < 4; i++) {
+      for await (const event of client.generate({ prompt: "x", max_tokens: 4000 })) {
+        if (event.type === "tokens") break;
+      }
+    }
+    // More than four live requests would be refused.
+    assert.equal((await client.complete({ prompt: "x", max_tokens: 2 })).tokenIds.length, 2);
+  }));
+
+test("an AbortSignal ends the loop with its reason, and the request on the server", () =>
+  withClient(async (client) => {
+    const aborting = new AbortController();
+    const events = [];
+    await assert.rejects(
+      async () => {
+        for await (const event of client.generate({ prompt: "x", max_tokens: 4000 }, { signal: aborting.signal })) {
+          events.push(event.type);
+          if (event.type === "tokens") aborting.abort();
+        }
+      },
+      { name: "AbortError" },
+    );
+    assert.deepEqual(events, ["accepted", "tokens"]);
+    assert.throws(() => client.generate({ prompt: "x" }, { signal: aborting.signal }), { name: "AbortError" });
+    await withClient(async (other) => {
+      for await (const frame of other.watch()) if (frame.running === 0) break;
+    });
+  }));
+
+test("the batch can be watched, by several loops", () =>
+  withClient(async (client) => {
+    const phases = new Set();
+    const watchOne = async () => {
+      for await (const frame of client.watch()) {
+        for (const step of frame.steps) for (const [, , phase] of step.rows) phases.add(phase);
+        if (phases.has("decode") && frame.running === 0) return frame;
+      }
+    };
+    const watching = [watchOne(), watchOne()];
+    await client.complete({ prompt: "x", max_tokens: 40 });
+    const [frame] = await Promise.all(watching);
+    assert.deepEqual([...phases].sort(), ["decode", "prefill"]);
+    assert.equal(frame.scheduler, "dynamic");
+    const aborting = new AbortController();
+    setTimeout(() => aborting.abort(), 20);
+    await collect(client.watch({ signal: aborting.signal })); // ends
+  }));
+
+test("a quota's refusal is not retried without a word from the server", () =>
+  withClient(async (client) => {
+    const long = [1, 2, 3, 4].map(() => client.generate({ prompt: "x", max_tokens: 4000 }));
+    await assert.rejects(client.complete({ prompt: "x" }, { retries: 3 }), { code: "quota" });
+    for (const generation of long) generation.cancel();
+    await Promise.all(long.map((generation) => generation.completion()));
+  }));
+
+test("a full queue's refusal is retried where it is asked for", async () => {
+  const small = await Server.start("--max-batch-size", "1", "--max-queue-requests", "1");
+  try {
+    await withClient(
+      async (client) => {
+        const busy = client.generate({ prompt: "x", max_tokens: 60 });
+        await busy.next();
+        await busy.next(); // its first tokens: it has left the queue
+        const queued = client.complete({ prompt: "x", max_tokens: 1 });
+        await assert.rejects(client.complete({ prompt: "x", max_tokens: 1 }), (error) => {
+          assert.equal(error.code, "queue_full");
+          assert.ok(error.delayMs >= error.retryAfterMs && error.delayMs <= 2 * error.retryAfterMs);
+          return true;
+        });
+        const patient = client.complete({ prompt: "x", max_tokens: 1 }, { retries: 20 });
+        assert.equal((await patient).tokenIds.length, 1);
+        await Promise.all([queued, busy.completion()]);
+      },
+      { url: small.url },
+    );
+  } finally {
+    await small.stop();
+  }
+});
+
+test("why there is no connection: unauthorized, full, draining, unreachable", async () => {
+  const guarded = await Server.start("--auth-token", "s3cret", "--max-connections", "1", "--drain-s", "5");
+  const url = guarded.url;
+  try {
+    for (const token of [undefined, "wrong"]) {
+      await assert.rejects(connect(url, { WebSocket, token }), { code: "unauthorized", status: 401 });
+    }
+    const client = await connect(url, { WebSocket, token: "s3cret" });
+    await assert.rejects(connect(url, { WebSocket, token: "s3cret" }), (error) => {
+      assert.equal(error.code, "queue_full");
+      assert.ok(error.retryAfterMs > 0);
+      return true;
+    });
+    const generation = client.generate({ prompt: "x", max_tokens: 8000 });
+    await generation.next();
+    guarded.child.kill("SIGTERM");
+    while (client.draining === null) await new Promise((resolve) => setTimeout(resolve, 10));
+    assert.ok(client.draining.deadline_ms > 4000);
+    await assert.rejects(connect(url, { WebSocket, token: "s3cret" }), { code: "draining" });
+    generation.cancel();
+    assert.equal((await client.closed).code, 1001);
+  } finally {
+    await guarded.stop();
+  }
+  assert.equal((await whyRefused(url)).code, "unreachable");
+  await assert.rejects(connect(url, { WebSocket }), { code: "unreachable" });
+});
+
+test("a killed server ends what is live with connection_lost", async () => {
+  const doomed = await Server.start("--allow-watch");
+  const client = await connect(doomed.url, { WebSocket });
+  const generation = client.generate({ prompt: "x", max_tokens: 8000 });
+  await generation.next();
+  const watching = assert.rejects(collect(client.watch()), { code: "connection_lost" });
+  await doomed.stop("SIGKILL");
+  await assert.rejects(collect(generation), { code: "connection_lost" });
+  await watching;
+  assert.throws(() => client.generate({ prompt: "x" }), { code: "connection_lost" });
+  assert.equal(client.open, false);
+});
+
+test("bad arguments are told apart", async () => {
+  await assert.rejects(connect(server.url, { WebSocket, subprotocol: "soap" }), TypeError);
+  await assert.rejects(connect(server.url, { WebSocket, signal: AbortSignal.abort() }), { name: "AbortError" });
+  if (globalThis.WebSocket === undefined) await assert.rejects(connect(server.url), /there is no WebSocket/);
+});
+
+test("a server that never answers is given up", async () => {
+  const { createServer } = await import("node:net");
+  const silent = createServer((socket) => socket.on("error", () => {})).listen(0, "127.0.0.1");
+  await new Promise((resolve) => silent.once("listening", resolve));
+  const url = `ws://127.0.0.1:${silent.address().port}`;
+  await assert.rejects(connect(url, { WebSocket, timeoutMs: 50 }), { code: "timeout" });
+  silent.close();
+});
