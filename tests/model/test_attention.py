@@ -148,7 +148,7 @@ def test_graphs_of_a_few_sizes_serve_any_number_of_rows(monkeypatch: pytest.Monk
     for positions in ([0, 0, 0], [1, 1], [2], [2, 1, 1, 0]):
         tables = [(0, 3), (2, 9), (11, 4), (6, 8)]
         rows = [
-            PagedRow(key, (10 * key + position,), position, tables[key], RowSampling())
+            PagedRow(key, (10 * key + position + 1,), position, tables[key], RowSampling())
             for key, position in enumerate(positions)
         ]
         step = flatten(PagedStep(tuple(rows)), block_tokens=BLOCK, total_blocks=BLOCKS - 1)
