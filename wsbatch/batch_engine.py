@@ -22,7 +22,7 @@ from wsbatch.errors import (
 )
 from wsbatch.intake import Intake, Tokenise
 from wsbatch.isolation import run_step
-from wsbatch.messages import GenerateRequest
+from wsbatch.messages import GenerateRequest, Status
 from wsbatch.metrics import EngineMetrics
 from wsbatch.requests import Requests
 from wsbatch.steps import ModelInfo
@@ -92,6 +92,7 @@ class BatchEngine:
             changed=self._picture.changed,
         )
         self._draining = False
+        self._step_began_s: float | None = None  # of the step in flight
         self._death: EngineDead | None = None
         self._died = trio.Event()
         self.metrics.watch(lambda: self._scheduler.running, lambda: len(self._requests.waiting), self._scheduler.cache)
@@ -112,6 +113,16 @@ class BatchEngine:
     def refusal(self) -> RequestError | None:
         """Why any request made now would be refused; None if one may be let in."""
         return self._intake.refusal()
+
+    def status(self) -> Status:
+        """See `Engine.status`."""
+        began_s = self._step_began_s
+        refusal = self.refusal()
+        return self._requests.status(
+            state=self.state,
+            step_ms=0.0 if began_s is None else round((trio.current_time() - began_s) * 1000, 3),
+            retry_after_ms=None if refusal is None else refusal.retry_after_ms or 1000,
+        )
 
     async def wait_dead(self) -> EngineDead:
         """Wait until the engine has died; returns why."""
@@ -212,6 +223,7 @@ class BatchEngine:
         if step.started:
             self._intake.admission.started(len(step.started), now_s)
         lanes = self._scheduler.lanes() if self._picture.watched else ()
+        self._step_began_s = now_s
         try:
             with trio.fail_after(self._config.step_stall_s):
                 result, failed = await run_step(self._worker, step.plan)
@@ -226,6 +238,7 @@ class BatchEngine:
             outcome = self._scheduler.complete(result, ended_s)
             self._picture.record(lanes, outcome.cost, tokens=len(outcome.tokens), started_s=now_s, ended_s=ended_s)
             self._deliver(outcome)
+        self._step_began_s = None
         self._requests.settle()
 
     def _deliver(self, outcome: StepOutcome) -> None:

@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 from wsbatch.batching.picture import Watcher
 from wsbatch.errors import RequestError
-from wsbatch.messages import GenerateRequest
+from wsbatch.messages import GenerateRequest, Status
 from wsbatch.metrics import EngineMetrics
 from wsbatch.steps import ModelInfo
 from wsbatch.stream import Stream
@@ -34,6 +34,10 @@ class Engine(Protocol):
 
     def refusal(self) -> RequestError | None:
         """Why any request made now would be refused (full, draining, dead); None if one may be let in."""
+        ...
+
+    def status(self) -> Status:
+        """How much work there is, for whoever shares requests out among several engines."""
         ...
 
     async def submit(

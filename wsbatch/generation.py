@@ -49,9 +49,14 @@ class Generation:
         self._logprobs: list[TokenLogprobs] = []
         self._detokenizer = codec.detokenizer()
         self._stops = StopText(self.request.sampling.stop)
+        stopped = False
         for token_id in self.request.resume_token_ids:
             # Sent elsewhere already, all but the tail that was held back there: the same ids hold it back here too.
-            self._stops.push(self._detokenizer.push(token_id))
+            _, stopped = self._stops.push(self._detokenizer.push(token_id))
+        # Where all was generated elsewhere and only the word of its end was lost.
+        self.ended_elsewhere: FinishReason | None = "stop" if stopped else None if self.tokens_left else "length"
+        if stopped:
+            self._detokenizer.flush()
 
     def __repr__(self) -> str:
         return f"<Generation {self.key}: {len(self._token_ids)} tokens, {self.reason or 'live'}>"
@@ -60,6 +65,11 @@ class Generation:
     def request(self) -> GenerateRequest:
         """What was asked."""
         return self.stream.request
+
+    @property
+    def tokens_left(self) -> int:
+        """How many it may still generate."""
+        return 0 if self.reason is not None else self.request.sampling.max_tokens - len(self._token_ids)
 
     def advance(self, token_id: int, logprobs: TokenLogprobs | None, now_s: float) -> FinishReason | None:
         """Take the next token; returns why the request is over with it, if it is. An ending id is not output."""
@@ -78,7 +88,7 @@ class Generation:
         if stopped:
             self._detokenizer.flush()
             return "stop"
-        return "length" if len(self._token_ids) >= self.request.sampling.max_tokens else None
+        return None if self.tokens_left else "length"
 
     def finished(self, report: RowReport | None, *, hol_delay_s: float, now_s: float) -> Finished:
         """The terminal event. `report` None means that it never ran. Call once, when `reason` is set."""

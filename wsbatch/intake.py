@@ -63,9 +63,9 @@ class Intake:
         self._check_open()
         resumed = len(request.resume_token_ids)
         max_new_tokens = request.sampling.max_tokens - resumed
-        if max_new_tokens < 1:
+        if max_new_tokens < 0:
             raise BadRequest(
-                f"resume_token_ids holds {resumed} tokens: must be fewer than max_tokens {request.sampling.max_tokens}"
+                f"resume_token_ids holds {resumed} tokens: may hold max_tokens {request.sampling.max_tokens} at most"
             )
         self._make_way(self.admission.reserve, request.priority)
         try:

@@ -162,7 +162,14 @@ class Failed:
     retry_after_ms: int | None = None
 
 
-Event: TypeAlias = Accepted | Tokens | Finished | Failed
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request has left the queue: its first step begins. Told on connections that have asked for a `Status`."""
+
+    id: RequestId
+
+
+Event: TypeAlias = Accepted | Started | Tokens | Finished | Failed
 Terminal: TypeAlias = Finished | Failed
 
 
@@ -178,7 +185,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first frame on every connection. `state` is one of ready, draining, dead; `watch`: whether it is allowed."""
+    """The first frame on every connection. `state` is one of ready, draining, dead; `watch`: whether it is allowed.
+
+    `revision` and `dtype` are the weights and the arithmetic: where both are equal, one server can go on with what
+    another began. Empty where the server does not say.
+    """
 
     version: int
     model: str
@@ -186,6 +197,35 @@ class Hello:
     limits: Limits
     state: str
     watch: bool = False
+    revision: str = ""
+    dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How much work an engine has, for whoever shares requests out among several.
+
+    Attributes:
+        state: one of ready, draining, dead.
+        waiting: requests in the queue.
+        running: live requests past the queue.
+        queued_tokens: prompt tokens of the waiting requests, and what they may still generate.
+        running_tokens: tokens that the running requests may still generate.
+        max_batch_size: rows that a step can have.
+        queue_ms: how long the longest waiting request has waited; 0 where none waits.
+        step_ms: how long the step in flight has been running; 0 where none is.
+        retry_after_ms: when to try again, where a request made now would be refused; None where it would be let in.
+    """
+
+    state: str
+    waiting: int
+    running: int
+    queued_tokens: int
+    running_tokens: int
+    max_batch_size: int
+    queue_ms: float
+    step_ms: float
+    retry_after_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +254,11 @@ class Pong:
     """The answer to `Ping`, with its nonce."""
 
     nonce: int | str
+
+
+@dataclass(frozen=True, slots=True)
+class GetStatus:
+    """Ask for a `Status`; from then on the connection is also told of each request's start, as `Started`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,5 +319,7 @@ class BatchSnapshot:
     waste_fraction: float | None = None
 
 
-ClientMessage: TypeAlias = GenerateRequest | Cancel | Ping | Watch | Unwatch
-ServerMessage: TypeAlias = Hello | Accepted | Tokens | Finished | Failed | DrainingNotice | Pong | BatchSnapshot
+ClientMessage: TypeAlias = GenerateRequest | Cancel | Ping | GetStatus | Watch | Unwatch
+ServerMessage: TypeAlias = (
+    Hello | Accepted | Started | Tokens | Finished | Failed | DrainingNotice | Pong | Status | BatchSnapshot
+)

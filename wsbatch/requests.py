@@ -15,7 +15,7 @@ from wsbatch.batching.scheduler import Scheduler
 from wsbatch.config import EngineConfig
 from wsbatch.errors import QueueTimeout, RequestError, Shed
 from wsbatch.generation import Generation
-from wsbatch.messages import Accepted, FinishReason, GenerateRequest
+from wsbatch.messages import Accepted, FinishReason, GenerateRequest, Status
 from wsbatch.metrics import EngineMetrics
 from wsbatch.steps import ModelInfo, RowSampling
 from wsbatch.stream import Stream
@@ -90,6 +90,7 @@ class Requests:
         generation.started_s = trio.current_time()
         generation.batch_wait_s = self._hold_clock_s() - self._held_before_s[key]
         self.leave_queue(key)
+        generation.stream.start()
 
     def settle(self) -> None:
         """Slots that became free: what waited for that is told now."""
@@ -145,6 +146,8 @@ class Requests:
         if request.timeout_ms is not None:
             self.timers.add(arrived_s + request.timeout_ms / 1000, key)
         self._metrics.prompt_tokens.inc(len(prompt_ids))
+        if (reason := self.live[key].ended_elsewhere) is not None:
+            self.finish(self.live[key], reason)
         return stream
 
     def finish(self, generation: Generation, reason: FinishReason, *, at_release: bool = False) -> None:
@@ -189,6 +192,23 @@ class Requests:
         self._admission.leave(len(self.waiting.pop(key).token_ids))
         self._fairness.leave(self.live[key].client)
         self._changed()
+
+    def status(self, *, state: str, step_ms: float, retry_after_ms: int | None) -> Status:
+        """The work there is."""
+        waiting = self.waiting.values()
+        running = [generation for key, generation in self.live.items() if key not in self.waiting]
+        oldest_s = min((self.live[work.key].arrived_s for work in waiting), default=None)
+        return Status(
+            state=state,
+            waiting=len(waiting),
+            running=sum(generation.reason is None for generation in running),
+            queued_tokens=sum(len(work.token_ids) + work.max_new_tokens for work in waiting),
+            running_tokens=sum(generation.tokens_left for generation in running),
+            max_batch_size=self._config.max_batch_size,
+            queue_ms=0.0 if oldest_s is None else round((trio.current_time() - oldest_s) * 1000, 3),
+            step_ms=step_ms,
+            retry_after_ms=retry_after_ms,
+        )
 
     def untold(self) -> list[Generation]:
         """The requests whose terminal event is still to come."""

@@ -17,6 +17,7 @@ from wsbatch.messages import (
     Failed,
     Finished,
     GenerateRequest,
+    GetStatus,
     Hello,
     Limits,
     Ping,
@@ -93,6 +94,7 @@ class Session:
         self._live: dict[RequestId, _Live] = {}
         self._answers: deque[ServerMessage] = deque([self._hello()])  # frames of no stream; they go first
         self._ready: dict[Stream, None] = {}  # insertion order is the order of turns
+        self._tells_starts = False
         self._wake = trio.Event()
         self._watching = Watching(engine, wake=lambda: self._wake.set())
         self._writing = trio.CancelScope()
@@ -169,6 +171,9 @@ class Session:
                         self._live[id].cancel()
                 case Ping(nonce=nonce):
                     self._answer(Pong(nonce))
+                case GetStatus():
+                    self._tells_starts = True
+                    self._answer(self._engine.status())
                 case Watch() if self._config.allow_watch:
                     self._watching.start(nursery)
                 case Watch():
@@ -202,6 +207,7 @@ class Session:
             del self._live[request.id]
             self._answer(_failed(request.id, error))
         else:
+            live.stream.tell_start = self._tells_starts
             if live.cancelled:
                 live.stream.cancel()
 
@@ -291,6 +297,8 @@ class Session:
             limits,
             self._engine.state,
             watch=self._config.allow_watch,
+            revision=info.revision,
+            dtype=info.dtype,
         )
 
 

@@ -10,7 +10,17 @@ from collections.abc import AsyncIterator, Callable
 import trio
 
 from wsbatch.errors import RequestError
-from wsbatch.messages import Accepted, Event, Failed, Finished, GenerateRequest, Terminal, TokenLogprobs, Tokens
+from wsbatch.messages import (
+    Accepted,
+    Event,
+    Failed,
+    Finished,
+    GenerateRequest,
+    Started,
+    Terminal,
+    TokenLogprobs,
+    Tokens,
+)
 
 
 class Stream:
@@ -22,6 +32,10 @@ class Stream:
         request: what was asked.
         on_cancel: called with this stream when `cancel` is called while it is live.
         on_event: called with this stream each time it turns from empty to having something to take.
+
+    Attributes:
+        started: whether its first step has begun.
+        tell_start: whether that is an event (`Started`): set it right after `submit`.
     """
 
     def __init__(
@@ -37,7 +51,10 @@ class Stream:
         self._on_cancel = on_cancel
         self._on_event = on_event
         self._wakeup = trio.Event()
+        self.started = False
+        self.tell_start = False
         self._accepted_taken = False
+        self._start_taken = False
         self._terminal_taken = False
         # The outbox: tokens pushed and not yet taken.
         self._index = len(request.resume_token_ids)
@@ -63,6 +80,13 @@ class Stream:
         """The request has its place in the queue."""
         self.accepted = accepted
         self._notify()
+
+    def start(self) -> None:
+        """The request's first step begins. Calls after the first are ignored."""
+        if not self.started:
+            self.started = True
+            if self.tell_start:
+                self._notify()
 
     def push(self, token_ids: list[int], text: str, logprobs: list[TokenLogprobs]) -> None:
         """Add tokens to the outbox. `logprobs` is empty where none were asked for, else as long as `token_ids`."""
@@ -93,6 +117,9 @@ class Stream:
         if self.accepted is not None and not self._accepted_taken:
             self._accepted_taken = True
             events.append(self.accepted)
+        if self.started and self.tell_start and not self._start_taken:
+            self._start_taken = True
+            events.append(Started(self.request.id))
         if self._token_ids or self._text:
             logprobs = tuple(self._logprobs) if self._logprobs else None
             events.append(Tokens(self.request.id, self._index, tuple(self._token_ids), "".join(self._text), logprobs))

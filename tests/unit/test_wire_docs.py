@@ -21,6 +21,8 @@ from wsbatch.messages import (
     Pong,
     RowPhase,
     SamplingParams,
+    Started,
+    Status,
     Tokens,
 )
 from wsbatch.wire import JSON, DecodeError
@@ -76,6 +78,8 @@ def json_number(value: object) -> str:
         ("error", Failed),
         ("draining", DrainingNotice),
         ("pong", Pong),
+        ("started", Started),
+        ("status", Status),
         ("batch", BatchSnapshot),
     ],
 )
@@ -106,7 +110,7 @@ def examples() -> list[str]:
 
 @pytest.mark.parametrize("frame", examples())
 def test_the_examples(frame: str) -> None:
-    if json.loads(frame)["type"] in ("generate", "cancel", "ping", "watch", "unwatch"):
+    if json.loads(frame)["type"] in ("generate", "cancel", "ping", "get_status", "watch", "unwatch"):
         JSON.decode_client(frame)
     else:
         assert JSON.decode_server(frame) is not None

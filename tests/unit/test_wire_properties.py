@@ -23,12 +23,15 @@ from wsbatch.messages import (
     Failed,
     Finished,
     GenerateRequest,
+    GetStatus,
     Hello,
     Limits,
     Ping,
     Pong,
     SamplingParams,
     ServerMessage,
+    Started,
+    Status,
     Timing,
     Tokens,
     Unwatch,
@@ -92,7 +95,12 @@ def requests(draw: st.DrawFn) -> GenerateRequest:
 
 
 client_messages = (
-    requests() | st.builds(Cancel, id=ids) | st.builds(Ping, nonce=ids) | st.builds(Watch) | st.builds(Unwatch)
+    requests()
+    | st.builds(Cancel, id=ids)
+    | st.builds(Ping, nonce=ids)
+    | st.builds(GetStatus)
+    | st.builds(Watch)
+    | st.builds(Unwatch)
 )
 batch_rows = st.lists(
     st.tuples(counts, counts, st.sampled_from(["prefill", "decode", "kept", "held"])), max_size=4
@@ -105,6 +113,8 @@ server_messages = st.one_of(
         server=texts,
         state=st.sampled_from(["ready", "draining", "dead"]),
         watch=st.booleans(),
+        revision=texts,
+        dtype=texts,
         limits=st.builds(
             Limits, max_model_len=counts, max_message_bytes=counts, max_live_requests=counts, max_logprobs=counts
         ),
@@ -139,6 +149,19 @@ server_messages = st.one_of(
     ),
     st.builds(DrainingNotice, deadline_ms=counts),
     st.builds(Pong, nonce=ids),
+    st.builds(Started, id=ids),
+    st.builds(
+        Status,
+        state=st.sampled_from(["ready", "draining", "dead"]),
+        waiting=counts,
+        running=counts,
+        queued_tokens=counts,
+        running_tokens=counts,
+        max_batch_size=counts,
+        queue_ms=sizes,
+        step_ms=sizes,
+        retry_after_ms=st.none() | counts,
+    ),
     st.builds(
         BatchSnapshot,
         t_ms=sizes,
@@ -190,8 +213,8 @@ keys = known_keys | st.text(max_size=5)
 values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=5), max_leaves=20
 )
-types = st.sampled_from(["generate", "cancel", "ping", "watch", "unwatch"]) | st.sampled_from(
-    ["hello", "accepted", "tokens", "finished", "error", "draining", "pong", "batch"]
+types = st.sampled_from(["generate", "cancel", "ping", "get_status", "watch", "unwatch"]) | st.sampled_from(
+    ["hello", "accepted", "started", "tokens", "finished", "error", "draining", "pong", "status", "batch"]
 )
 frames = st.builds(
     lambda kind, rest: {"type": kind, "id": 1, "prompt": "x"} | rest, types, st.dictionaries(keys, values, max_size=6)

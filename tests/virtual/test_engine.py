@@ -200,7 +200,7 @@ async def test_places_are_taken_before_tokenising(autojump_clock: MockClock) -> 
         (GenerateRequest(token_ids=(1, 999)), BadRequest, "token_ids holds 999"),
         (request(tokens=100, prompt="x" * 30), NeverFits, "at most 128 fit"),
         (request(prompt="x" * 500), TooLarge, "500 bytes"),
-        (request(tokens=2, resume_token_ids=(65, 66)), BadRequest, "resume_token_ids"),
+        (request(tokens=2, resume_token_ids=(65, 66, 67)), BadRequest, "resume_token_ids"),
     ],
 )
 async def test_what_can_never_run_is_refused_at_once(
@@ -355,6 +355,45 @@ async def test_a_stop_string_that_began_before_the_resumption_is_found(autojump_
         end = await ending(await engine.submit(request(sampling=sampling, resume_token_ids=whole.token_ids[:11])))
         assert isinstance(end, Finished)
         assert (end.finish_reason, end.text, end.usage.completion_tokens) == ("stop", "", 13)
+
+
+async def test_what_was_wholly_generated_elsewhere_ends_at_once(autojump_clock: MockClock) -> None:
+    """A server lost after the last token and before the word of the end: another one knows how it ended."""
+    async with open_virtual_engine(config(max_wait_ms=0.0)) as (engine, worker):
+        whole = await ending(await engine.submit(request(tokens=30, stream=False)))
+        assert isinstance(whole, Finished)
+        assert whole.token_ids is not None
+        steps = len(worker.plans)
+        ids, text = whole.token_ids, whole.text
+        for sampling, resumed, reason, tail in [
+            (SamplingParams(max_tokens=30), ids, "length", ""),
+            (SamplingParams(max_tokens=30, stop=(text[10:13],)), ids[:13], "stop", ""),
+            (SamplingParams(max_tokens=30, stop=(text[29] + "\n",)), ids, "length", text[29]),
+        ]:
+            end = await ending(await engine.submit(request(sampling=sampling, resume_token_ids=resumed)))
+            assert isinstance(end, Finished)
+            assert (end.finish_reason, end.text, end.usage.completion_tokens) == (reason, tail, len(resumed))
+        await trio.sleep(1)
+        assert len(worker.plans) == steps
+        assert engine.status().waiting == engine.status().running == 0
+
+
+async def test_status_tells_the_work_there_is(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_wait_ms=0.0, max_batch_size=1, max_queue_requests=2)) as (engine, _):
+        idle = engine.status()
+        assert (idle.state, idle.max_batch_size, idle.step_ms, idle.queue_ms) == ("ready", 1, 0.0, 0.0)
+        running = await engine.submit(request(tokens=10))
+        await trio.sleep(0.012 + 2 * 0.011 + 0.005)  # its prompt and two steps; the third is in flight
+        for _ in range(2):
+            await engine.submit(request(tokens=6, prompt="x" * 20))
+        await trio.sleep(0.004)
+        status = engine.status()
+        assert (status.waiting, status.running, status.queued_tokens, status.running_tokens) == (2, 1, 52, 7)
+        assert (status.queue_ms, status.step_ms) == (pytest.approx(4), pytest.approx(9))
+        assert status.retry_after_ms is not None
+        assert running.started
+        await trio.sleep(5)
+        assert engine.status() == idle
 
 
 async def test_two_engines_do_not_share_metrics(autojump_clock: MockClock) -> None:

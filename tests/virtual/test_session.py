@@ -16,9 +16,12 @@ from wsbatch.messages import (
     Failed,
     Finished,
     GenerateRequest,
+    GetStatus,
     Hello,
     Ping,
     Pong,
+    Started,
+    Status,
     Tokens,
 )
 from wsbatch.session import MAX_BACKLOG, Session
@@ -482,3 +485,23 @@ async def test_tokens_in_quick_succession_are_merged_and_slow_ones_are_not_held_
         fixture.engine.push(stream)
         await fixture.client.hear()
         assert trio.current_time() == slow_s
+
+
+async def test_who_asks_for_the_status_is_told_of_starts(autojump_clock: trio.testing.MockClock) -> None:
+    async with session() as fixture:
+        before = await fixture.generate("before")
+        assert isinstance(await fixture.client.hear(), Accepted)
+        await fixture.client.say(GetStatus())
+        status = await fixture.client.hear()
+        assert isinstance(status, Status)
+        assert (status.state, status.running, status.retry_after_ms) == ("ready", 1, None)
+        after = await fixture.generate("after")
+        assert isinstance(await fixture.client.hear(), Accepted)
+        before.start()
+        after.start()
+        assert await fixture.client.hear() == Started("after")
+        fixture.engine.push(after, "x")
+        assert isinstance(await fixture.client.hear(), Tokens)
+        fixture.engine.refuse = QueueFull("full", retry_after_ms=70)
+        await fixture.client.say(GetStatus())
+        assert (await fixture.client.hear()).retry_after_ms == 70

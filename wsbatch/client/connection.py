@@ -5,6 +5,7 @@
 
 import itertools
 import math
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Unpack
@@ -14,7 +15,7 @@ import trio_websocket
 
 from wsbatch.client.errors import ProtocolError, error_of
 from wsbatch.client.request import GenerateParams, Prompt, build_request
-from wsbatch.client.stream import Completion, Jitter, TokenStream
+from wsbatch.client.stream import Completion, Jitter, Sink, TokenStream
 from wsbatch.client.watch import BatchWatch
 from wsbatch.errors import BadRequest, ConnectionLost, RequestError, TooLarge
 from wsbatch.messages import (
@@ -24,9 +25,12 @@ from wsbatch.messages import (
     DrainingNotice,
     Failed,
     Finished,
+    GetStatus,
     Hello,
     RequestId,
     ServerMessage,
+    Started,
+    Status,
     Tokens,
     Unwatch,
     Watch,
@@ -58,8 +62,11 @@ class Client:
         self._codec = codec
         self._jitter = jitter
         self._ids = itertools.count(1)
-        self._streams: dict[RequestId, TokenStream] = {}
+        self._streams: dict[RequestId, Sink] = {}
         self._watch: BatchWatch | None = None
+        self._statuses: deque[Status] = deque()  # answers that are still to be taken, in the order of the questions
+        self._status_came = trio.Event()
+        self._ended = trio.Event()
         self._lost: str | None = None
         self._refusal: RequestError | None = None  # what the server said of the connection as a whole
         self._heard_at = trio.current_time()
@@ -84,12 +91,12 @@ class Client:
         Does not wait; iterating does. Raises ConnectionLost, BadRequest for values that have no form on the wire,
         TooLarge for a message over the server's limit, TypeError for an unknown parameter.
         """
-        stream = TokenStream(build_request(prompt, params), begin=self._begin, retries=retries, jitter=self._jitter)
-        self._begin(stream)
+        stream = TokenStream(build_request(prompt, params), begin=self.begin, retries=retries, jitter=self._jitter)
+        self.begin(stream)
         try:
             yield stream
         finally:
-            self._abandon(stream.request.id)
+            self.abandon(stream.request.id)
 
     async def complete(self, prompt: Prompt, *, retries: int = 0, **params: Unpack[GenerateParams]) -> Completion:
         """Wait for the whole output. Raises what iterating would; cancelled, it cancels the request."""
@@ -118,7 +125,34 @@ class Client:
             if self._lost is None:
                 self._outgoing.send_nowait(self._codec.encode_client(Unwatch()))
 
-    def _begin(self, stream: TokenStream) -> None:
+    @property
+    def live(self) -> int:
+        """Requests whose terminal frame is still to come."""
+        return len(self._streams)
+
+    async def status(self) -> Status:
+        """How much work the server has. Waits for its answer; one call at a time. Raises ConnectionLost."""
+        if self._lost is not None:
+            raise self._connection_lost()
+        self._statuses.clear()  # answers to questions that were given up
+        self._outgoing.send_nowait(self._codec.encode_client(GetStatus()))
+        while not self._statuses:
+            if self._lost is not None:
+                raise self._connection_lost()
+            self._status_came = trio.Event()
+            await self._status_came.wait()
+        return self._statuses.popleft()
+
+    async def wait_lost(self) -> ConnectionLost:
+        """Wait until the connection has ended; returns why."""
+        await self._ended.wait()
+        return self._connection_lost()
+
+    def begin(self, stream: Sink) -> None:
+        """Send a request, and deliver its events to `stream`: what `generate` does, for whoever wants no task for it.
+
+        Raises what `generate` raises.
+        """
         if self._lost is not None:
             raise self._connection_lost()
         stream.start(next(self._ids))
@@ -131,7 +165,13 @@ class Client:
         self._streams[stream.request.id] = stream
         self._outgoing.send_nowait(data)
 
-    def _abandon(self, id: RequestId) -> None:
+    def cancel(self, id: RequestId) -> None:
+        """Ask the server to end this request; its terminal frame is still delivered."""
+        if id in self._streams and self._lost is None:
+            self._outgoing.send_nowait(self._codec.encode_client(Cancel(id)))
+
+    def abandon(self, id: RequestId) -> None:
+        """Ask the server to end this request, if it is live; nothing more of it is delivered."""
         if self._streams.pop(id, None) is not None and self._lost is None:
             self._outgoing.send_nowait(self._codec.encode_client(Cancel(id)))
 
@@ -145,6 +185,8 @@ class Client:
         if self._lost is None:
             self._lost = why
             self._outgoing.close()
+            self._ended.set()
+            self._status_came.set()
             streams, self._streams = self._streams, {}
             for stream in streams.values():
                 stream.fail(self._connection_lost())
@@ -169,7 +211,7 @@ class Client:
         match message:
             case Failed(id=None):
                 self._refusal = error_of(message)
-            case Accepted(id=id) | Tokens(id=id) | Finished(id=id) | Failed(id=int(id) | str(id)):
+            case Tokens(id=id) | Accepted(id=id) | Started(id=id) | Finished(id=id) | Failed(id=int(id) | str(id)):
                 if (stream := self._streams.get(id)) is None:  # left before its end
                     return
                 if isinstance(message, Finished | Failed):
@@ -178,9 +220,12 @@ class Client:
                     stream.deliver(message)
                 except ProtocolError as exc:
                     stream.fail(exc)
-                    self._abandon(id)
+                    self.abandon(id)
             case DrainingNotice():
                 self.draining = message
+            case Status():
+                self._statuses.append(message)
+                self._status_came.set()
             case BatchSnapshot() if self._watch is not None:
                 self._watch.deliver(message)
 

@@ -4,7 +4,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import trio
 
@@ -17,6 +17,7 @@ from wsbatch.messages import (
     Finished,
     GenerateRequest,
     RequestId,
+    Started,
     TokenLogprobs,
     Tokens,
 )
@@ -30,6 +31,27 @@ def backoff_s(error: WsbatchError, jitter: Jitter) -> float | None:
     if not isinstance(error, RequestError) or error.retry_after_ms is None:
         return None
     return error.retry_after_ms / 1000 * (1 + jitter())
+
+
+class Sink(Protocol):
+    """What a connection delivers the events of one request to. Its methods must not wait."""
+
+    @property
+    def request(self) -> GenerateRequest:
+        """What is asked, with the id of this try."""
+        ...
+
+    def start(self, id: RequestId) -> None:
+        """Take the id of the next try."""
+        ...
+
+    def deliver(self, event: Event) -> None:
+        """Take an event. Raises ProtocolError to end the request because the server broke the protocol."""
+        ...
+
+    def fail(self, error: WsbatchError) -> None:
+        """The connection ended first, or `deliver` raised this."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +89,7 @@ class TokenStream:
         self.retries_left = retries
         self._begin = begin
         self._jitter = jitter
-        self._events: deque[Event] = deque()
+        self._events: deque[Accepted | Tokens | Finished | Failed] = deque()
         self._wake = trio.Event()
         self._next_index = len(request.resume_token_ids)
         self._error: WsbatchError | None = None
@@ -92,8 +114,9 @@ class TokenStream:
             self._next_index += len(event.token_ids)
             if self._next_index > self.request.sampling.max_tokens:
                 raise ProtocolError(f"request {event.id}: got over {self.request.sampling.max_tokens} tokens")
-        self._events.append(event)
-        self._wake.set()
+        if not isinstance(event, Started):  # told to routers, which ask for the server's status
+            self._events.append(event)
+            self._wake.set()
 
     def fail(self, error: WsbatchError) -> None:
         """End with an error of the client's own, after what has arrived."""

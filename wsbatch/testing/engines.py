@@ -8,7 +8,7 @@ import trio
 from wsbatch.batching.picture import Picture, Watcher
 from wsbatch.engine import EngineState
 from wsbatch.errors import Draining, EngineDead, RequestError
-from wsbatch.messages import Accepted, BatchReport, Finished, FinishReason, GenerateRequest, Timing, Usage
+from wsbatch.messages import Accepted, BatchReport, Finished, FinishReason, GenerateRequest, Status, Timing, Usage
 from wsbatch.metrics import EngineMetrics
 from wsbatch.steps import ModelInfo
 from wsbatch.stream import Stream
@@ -78,6 +78,13 @@ class ScriptedEngine:
         stream.accept(Accepted(request.id, len((request.prompt or "").encode()), len(self.live) - 1, 7))
         self._notify()
         return stream
+
+    def status(self) -> Status:
+        """All live streams count as running."""
+        left = sum(stream.request.sampling.max_tokens - produced for stream, produced in self._produced.items())
+        refusal = self.refusal()
+        retry_after_ms = None if refusal is None else refusal.retry_after_ms or 1000
+        return Status(self.state, 0, len(self.live), 0, left, 8, 0.0, 0.0, retry_after_ms)
 
     def watch(self, on_change: Callable[[], None]) -> Watcher:
         """Watch `picture`."""

@@ -21,12 +21,15 @@ from wsbatch.messages import (
     Failed,
     Finished,
     GenerateRequest,
+    GetStatus,
     Hello,
     Limits,
     Ping,
     Pong,
     SamplingParams,
     ServerMessage,
+    Started,
+    Status,
     Timing,
     TokenLogprobs,
     Tokens,
@@ -57,7 +60,7 @@ from wsbatch.wire.unsupported import refuse_unsupported
 # What stands on the wire for a log probability of minus infinity: JSON has no infinities.
 LOGPROB_FLOOR = -9999.0
 
-_CLIENT_TYPES = "generate, cancel, ping, watch, unwatch"
+_CLIENT_TYPES = "generate, cancel, ping, get_status, watch, unwatch"
 _PROMPTS = ("prompt", "token_ids", "messages")
 
 
@@ -93,6 +96,7 @@ class ClientFrames:
             "generate": self._read_generate,
             "cancel": lambda frame: Cancel(**_read(frame, {"id": self.read_id}, required=("id",))),
             "ping": lambda frame: Ping(**_read(frame, self._nonce, required=("nonce",))),
+            "get_status": lambda frame: GetStatus(),
             "watch": lambda frame: Watch(),
             "unwatch": lambda frame: Unwatch(),
         }
@@ -133,6 +137,8 @@ def client_frame(message: ClientMessage) -> dict[str, object]:
             return {"type": "cancel", "id": message.id}
         case Ping():
             return {"type": "ping", "nonce": message.nonce}
+        case GetStatus():
+            return {"type": "get_status"}
         case Watch():
             return {"type": "watch"}
         case Unwatch():
@@ -142,11 +148,13 @@ def client_frame(message: ClientMessage) -> dict[str, object]:
 _MESSAGE_TYPES: dict[str, type[ServerMessage]] = {
     "hello": Hello,
     "accepted": Accepted,
+    "started": Started,
     "tokens": Tokens,
     "finished": Finished,
     "error": Failed,
     "draining": DrainingNotice,
     "pong": Pong,
+    "status": Status,
     "batch": BatchSnapshot,
 }
 _TYPE_NAMES = {cls: name for name, cls in _MESSAGE_TYPES.items()}
@@ -226,6 +234,7 @@ _batch = _nested(BatchReport, _all(_count, BatchReport, mean_size=_size, hol_del
 _SERVER_READERS: dict[str, dict[str, Reader]] = {
     "hello": _all(_text, Hello, version=_count, limits=_limits, watch=boolean),
     "accepted": _all(_count, Accepted, id=_any_id),
+    "started": {"id": _any_id},
     "tokens": {"id": _any_id, "index": _count, "token_ids": _ids, "text": _text, "logprobs": _logprobs},
     "finished": {
         "id": _any_id,
@@ -240,6 +249,7 @@ _SERVER_READERS: dict[str, dict[str, Reader]] = {
     "error": {"id": _any_id, "code": _text, "status": _count, "message": _text, "retry_after_ms": _count},
     "draining": {"deadline_ms": _count},
     "pong": {"nonce": _any_id},
+    "status": _all(_count, Status, state=_text, queue_ms=_size, step_ms=_size),
     "batch": _all(
         _count,
         BatchSnapshot,
