@@ -233,6 +233,8 @@ class BatchEngine:
             raise EngineDead(f"a model step made no progress for {self._config.step_stall_s} s") from None
         else:
             for key, cause in failed.items():
+                if key not in self._requests.live:
+                    continue  # it was cancelled, or timed out, while the step was looking for it
                 self._requests.fail([key], ModelError(f"the model failed: {cause}"))
             ended_s = trio.current_time()
             outcome = self._scheduler.complete(result, ended_s)

@@ -178,6 +178,19 @@ async def test_a_poisoned_request_ends_alone(autojump_clock: MockClock) -> None:
         assert pool_at_rest(engine)
 
 
+async def test_a_poisoned_request_may_leave_while_it_is_looked_for(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config()) as (engine, worker):
+        worker.fail = lambda plan: isinstance(plan, PagedStep) and any(66 in row.token_ids for row in plan.rows)
+        poisoned = await engine.submit(request(prompt="aBa", tokens=1))
+        other = await engine.submit(request(prompt="aaa", tokens=1))
+        await trio.sleep(0.02)  # the step has failed, its halves are being run
+        poisoned.cancel()
+        assert isinstance(await ending(poisoned), Finished)
+        assert isinstance(await ending(other), Finished)
+        assert engine.state == "ready"
+        assert pool_at_rest(engine)
+
+
 async def outputs(chosen: EngineConfig, arrivals: list[tuple[float, str, int]]) -> list[tuple[str, tuple[int, ...]]]:
     """Run requests that arrive at these times; each one's text and ids."""
     results: list[tuple[str, tuple[int, ...]] | None] = [None] * len(arrivals)
