@@ -1,0 +1,542 @@
+"""The whole stack under chaos, in virtual time: arrivals, cancels, disconnects anywhere, slow readers, failing steps,
+timeouts and drains. Invariants are checked after every step of every task, and everything again at the end.
+
+`pytest tests/virtual/test_chaos.py --hypothesis-profile=thorough` runs a thousand examples of each scheduler.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import trio
+import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wsproto.events import BytesMessage, TextMessage
+from wsproto.utilities import LocalProtocolError
+
+from wsbatch.batch_engine import BatchEngine
+from wsbatch.batching.continuous import ContinuousScheduler
+from wsbatch.batching.scheduler import Decision, Step
+from wsbatch.config import EngineConfig, ServerConfig
+from wsbatch.messages import (
+    Accepted,
+    Cancel,
+    DrainingNotice,
+    Failed,
+    Finished,
+    GenerateRequest,
+    Hello,
+    Ping,
+    Pong,
+    SamplingParams,
+    Tokens,
+)
+from wsbatch.model.simulated import SimulatedModel, StepCosts
+from wsbatch.server import Server
+from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart, PagedStep, RowSampling, StepPlan, StepResult
+from wsbatch.stream import Stream
+from wsbatch.testing.clients import BareClient, Closed, Rejected
+from wsbatch.testing.streams import MemoryListener
+from wsbatch.testing.worker import VirtualWorker, open_virtual_engine
+from wsbatch.wire import JSON, MSGPACK, Codec
+
+GONE = (trio.BrokenResourceError, trio.ClosedResourceError, LocalProtocolError)
+POISON = "\x01"  # never generated: the simulated model's tokens are printable
+EXAMPLES = settings().max_examples if settings.get_current_profile_name() == "thorough" else 60
+SETTLED_S = 120.0  # longer than every timeout: by then whoever fell silent was given up
+
+SERVER = ServerConfig(
+    max_connections=5,
+    max_live_requests=3,
+    head_timeout_s=5.0,
+    ping_interval_s=20.0,
+    ping_timeout_s=20.0,
+    send_timeout_s=3.0,
+    close_timeout_s=1.0,
+    frame_interval_ms=0.0,  # so that every token that is read at once is a frame of its own
+)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request, and what its client does after this time: nothing, or cancel it."""
+
+    request: GenerateRequest
+    pause_s: float
+    cancel_after_s: float | None
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One connection. `ending` says how it ends, `cut` how much of the last bytes it still sends."""
+
+    at_s: float
+    codec: Codec
+    asks: tuple[Ask, ...]
+    blind: float | None  # how long it reads nothing after its second frame
+    ending: str
+    cut: float
+
+
+@dataclass(frozen=True)
+class Scenario:
+    visits: tuple[Visit, ...]
+    failing_steps: frozenset[int]
+    drain: tuple[float, float] | None  # when, and with how much grace
+    engine: dict[str, Any]
+
+
+asks = st.builds(
+    Ask,
+    request=st.builds(
+        GenerateRequest,
+        prompt=st.sampled_from(["a", "ab", "b" * 40, "b" * 40 + "c", "x" * 90, "poison" + POISON]),
+        sampling=st.builds(
+            SamplingParams,
+            max_tokens=st.sampled_from([1, 2, 12, 40, 80]),
+            temperature=st.sampled_from([0.0, 1.0]),
+            seed=st.integers(0, 3),
+            stop=st.sampled_from([(), (), ("a",), ("0",)]),
+        ),
+        priority=st.sampled_from([0, 5, 9]),
+        timeout_ms=st.sampled_from([None, None, 400]),
+        queue_timeout_ms=st.sampled_from([None, None, 100]),
+        stream=st.sampled_from([True, True, True, False]),
+    ),
+    pause_s=st.sampled_from([0.0, 0.0, 0.01, 0.2, 1.0]),
+    cancel_after_s=st.sampled_from([None, None, None, 0.0, 0.05, 0.5]),
+)
+visits = st.builds(
+    Visit,
+    at_s=st.sampled_from([0.0, 0.0, 0.05, 0.5, 2.0]),
+    codec=st.sampled_from([MSGPACK, JSON]),
+    asks=st.lists(asks, min_size=1, max_size=4).map(tuple),
+    blind=st.sampled_from([None, None, None, 1.0, 10.0, 60.0]),
+    ending=st.sampled_from(
+        ["stay"] * 3
+        + ["close", "vanish", "half-close", "silence"]
+        + ["cut head", "cut head, silence", "cut frame", "cut frame, half-close", "cut frame, silence"]
+    ),
+    cut=st.floats(0, 0.99),
+)
+
+
+def scenarios(**engine: st.SearchStrategy[Any]) -> st.SearchStrategy[Scenario]:
+    return st.builds(
+        Scenario,
+        visits=st.lists(visits, min_size=1, max_size=7).map(tuple),
+        failing_steps=st.frozensets(st.integers(0, 60), max_size=2),
+        drain=st.sampled_from([None, None, None, (0.3, 0.5), (1.0, 20.0)]),
+        engine=st.fixed_dictionaries(
+            {
+                "model": st.just("simulated"),
+                "max_batch_size": st.sampled_from([1, 3, 8]),
+                "max_queue_requests": st.sampled_from([2, 30]),
+                "max_queue_tokens": st.sampled_from([100, 10_000]),
+                "max_unsent_tokens": st.sampled_from([10, 4096]),
+                **engine,
+            }
+        ),
+    )
+
+
+dynamic = scenarios(
+    scheduler=st.just("dynamic"),
+    max_wait_ms=st.sampled_from([0.0, 20.0]),
+    early_compaction=st.booleans(),
+    length_buckets=st.sampled_from([(), (8,)]),
+)
+continuous = scenarios(
+    scheduler=st.just("continuous"),
+    max_batch_total_tokens=st.sampled_from([256, 4096]),
+    block_tokens=st.sampled_from([4, 16]),
+    prefill_chunk_tokens=st.sampled_from([7, 64]),
+    max_batch_prefill_tokens=st.just(64),
+    prefix_cache=st.booleans(),
+)
+
+
+@cache
+def undisturbed(request: GenerateRequest) -> tuple[tuple[int, ...], str, str]:
+    """What this request gets from the model when nothing else exists: ids, text, finish reason."""
+    model, sampling = SimulatedModel(StepCosts()), request.sampling
+    chosen = RowSampling(sampling.temperature, seed=sampling.seed or 0)
+    row = PaddedRow(0, tuple((request.prompt or "").encode()), chosen)
+    ids = list(model.compute(PaddedStart((row,), sampling.max_tokens)).token_ids)
+    while len(ids) < sampling.max_tokens and not any(stop in bytes(ids).decode() for stop in sampling.stop):
+        ids += model.compute(PaddedDecode()).token_ids
+    text = bytes(ids).decode()
+    for stop in sampling.stop:
+        if stop in text:
+            return tuple(ids), text[: text.index(stop)], "stop"
+    return tuple(ids), text, "length"
+
+
+class Watched(trio.abc.Instrument):
+    """An engine under observation: its invariants, after every step of every task.
+
+    Attributes:
+        broken: what was found wrong.
+        streams: every request that was ever accepted.
+        step_ends: when model steps ended.
+    """
+
+    def __init__(self, engine: BatchEngine, worker: VirtualWorker, failing_steps: frozenset[int]) -> None:
+        self.engine = engine
+        self.broken: list[str] = []
+        self.streams: list[Stream] = []
+        self.step_ends: set[float] = set()
+        self._last_end_s = 0.0
+        self._admission = engine._intake.admission
+        self._requests = engine._requests
+        self._scheduler = engine.scheduler
+        self._worker_step, self._decide, self._enqueue = worker.step, self._scheduler.decide, self._requests.enqueue
+        worker.step = self._step  # type: ignore[method-assign]
+        self._scheduler.decide = self._decided  # type: ignore[method-assign]
+        self._requests.enqueue = self._enqueued  # type: ignore[method-assign]
+        worker.fail = lambda plan: (
+            len(worker.plans) - 1 in failing_steps
+            or (isinstance(plan, PaddedStart | PagedStep) and any(ord(POISON) in row.token_ids for row in plan.rows))
+        )
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        """The books are right whoever has just run."""
+        admission, waiting = self._admission, self._requests.waiting
+        self._expect(
+            admission.tokens == sum(len(work.token_ids) for work in waiting.values())
+            and len(waiting) <= admission.requests <= admission._max_requests,
+            lambda: f"{admission!r} for {[*waiting.values()]}",
+        )
+        self._expect(
+            all(stream.live or stream.terminal is not None for stream in self.streams)
+            and {id(generation.stream) for generation in self._requests.live.values()}
+            >= {id(stream) for stream in self.streams if stream.live},
+            lambda: "a live stream that the engine has forgotten",
+        )
+        if isinstance(self._scheduler, ContinuousScheduler):
+            pool = self._scheduler.pool
+            self._expect(pool.free + pool.cached + pool.used == pool.total, lambda: f"{pool!r}")
+
+    async def _step(self, plan: StepPlan) -> StepResult:
+        try:
+            return await self._worker_step(plan)
+        finally:
+            self._last_end_s = trio.current_time()
+            self.step_ends.add(self._last_end_s)
+
+    def _decided(self, now_s: float) -> Decision:
+        running = self._scheduler.running
+        if isinstance(self._scheduler, ContinuousScheduler):
+            self._scheduler.check()
+        decision = self._decide(now_s)
+        # With work at hand the model never waits, for a client least of all: so no gap between tokens is longer than
+        # its steps.
+        self._expect(
+            not running or (isinstance(decision, Step) and now_s == self._last_end_s),
+            lambda: f"{running} rows, {decision} at {now_s}, the last step ended at {self._last_end_s}",
+        )
+        return decision
+
+    def _enqueued(self, *args: Any, **kwargs: Any) -> Stream:
+        stream = self._enqueue(*args, **kwargs)
+        self.streams.append(stream)
+        return stream
+
+    def _expect(self, holds: bool, what: Callable[[], str]) -> None:
+        if not holds:  # raised from an instrument it would only be logged
+            self.broken.append(what())
+
+
+@dataclass
+class Visitor:
+    """Plays one `Visit`; what it has read, and when."""
+
+    visit: Visit
+    frames: list[tuple[float, Any]] = field(default_factory=list)
+    closed: Closed | None = None
+    rejected: Rejected | None = None
+    sent: dict[int, Ask] = field(default_factory=dict)
+    ended: set[Any] = field(default_factory=set)
+    changed: trio.Event = field(default_factory=trio.Event)
+
+    @property
+    def stays(self) -> bool:
+        return self.visit.ending == "stay"
+
+    async def run(self, listener: MemoryListener) -> None:
+        await trio.sleep(self.visit.at_s)
+        with suppress(*GONE):
+            stream = await listener.connect()
+            client = BareClient(stream, self.visit.codec)
+            if "head" in self.visit.ending:
+                head = b"GET / HTTP/1.1\r\nHost: test\r\nUpgrade: websocket\r\n\r\n"
+                await stream.send_all(head[: round(len(head) * self.visit.cut)])
+                await self._leave(client)
+                return
+            try:
+                await client.open()
+            except (Closed, Rejected) as end:
+                self.rejected = end if isinstance(end, Rejected) else None
+                await stream.aclose()
+                return
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._read, client)
+                with suppress(*GONE):
+                    await self._act(client, nursery)
+                if not self.stays and "silence" not in self.visit.ending:
+                    await trio.sleep(5)  # what still comes is read as well
+                    nursery.cancel_scope.cancel()
+            await stream.aclose()
+
+    async def _act(self, client: BareClient, nursery: trio.Nursery) -> None:
+        sending = trio.Lock()
+
+        async def send(message: Any) -> None:
+            async with sending:
+                await client.send(message)
+
+        async def cancel_later(id: int, after_s: float) -> None:
+            await trio.sleep(after_s)
+            with suppress(*GONE):
+                await send(Cancel(id))
+
+        for id, ask in enumerate(self.visit.asks):
+            request = GenerateRequest(
+                **{name: getattr(ask.request, name) for name in ask.request.__slots__ if name != "id"}, id=id
+            )
+            if id == len(self.visit.asks) - 1 and "frame" in self.visit.ending:
+                data = self.visit.codec.encode_client(request)
+                event = TextMessage(data=data) if isinstance(data, str) else BytesMessage(data=data)
+                frame = client._protocol.send(event)
+                await client.stream.send_all(frame[: round(len(frame) * self.visit.cut)])
+                break
+            self.sent[id] = ask
+            await send(request)
+            if ask.cancel_after_s is not None:
+                nursery.start_soon(cancel_later, id, ask.cancel_after_s)
+            await trio.sleep(ask.pause_s)
+        if self.stays:
+            while self.closed is None and len(self.ended) < len(self.sent):
+                with trio.move_on_after(10) as patience:
+                    await self.changed.wait()
+                if patience.cancelled_caught:
+                    await send(Ping(0))  # it answers no pings: this is its sign of life
+            await client.close()
+        else:
+            await self._leave(client)
+
+    async def _leave(self, client: BareClient) -> None:
+        if self.visit.ending == "close":
+            await client.close()
+        elif "half-close" in self.visit.ending:
+            await client.stream.send_eof()
+        elif "silence" not in self.visit.ending:
+            await client.stream.aclose()
+
+    async def _read(self, client: BareClient) -> None:
+        blind = self.visit.blind
+        with suppress(trio.ClosedResourceError):
+            try:
+                while True:
+                    frame = await client.receive()
+                    self.frames.append((trio.current_time(), frame))
+                    if isinstance(frame, Finished | Failed):
+                        self.ended.add(frame.id)
+                    self._notify()
+                    if blind is not None and len(self.frames) > 1:
+                        await trio.sleep(blind)
+                        blind = None
+            except Closed as closed:
+                self.closed = closed
+                self._notify()
+                if self.stays:
+                    with suppress(Exception):  # a peer that has reset the connection hears no goodbye
+                        await client.close()
+
+    def _notify(self) -> None:
+        self.changed.set()
+        self.changed = trio.Event()
+
+
+def judge(visitor: Visitor, scenario: Scenario, step_ends: set[float]) -> None:
+    """Everything that was read is as promised; and all of it was, where the visitor stayed to the end."""
+    if not visitor.frames:
+        return
+    prompt = visitor.visit.blind is None
+    live: dict[Any, list[int]] = {}
+    texts: dict[Any, str] = {}
+    ended: set[Any] = set()
+    assert isinstance(visitor.frames[0][1], Hello)
+    for at_s, frame in visitor.frames[1:]:
+        match frame:
+            case Accepted(id=id):
+                assert id in visitor.sent
+                assert id not in live
+                assert id not in ended
+                live[id], texts[id] = [], ""
+            case Tokens(id=id):
+                assert frame.index == len(live[id])
+                live[id] += frame.token_ids
+                texts[id] += frame.text
+                if prompt:
+                    assert at_s in step_ends
+                    assert len(frame.token_ids) == 1
+            case Finished(id=id):
+                ids = live.pop(id)
+                check_finished(visitor.sent[id], ids, texts[id], frame, scenario)
+                ended.add(id)
+            case Failed(id=id):
+                assert id in visitor.sent
+                assert id not in ended
+                check_failed(visitor.sent[id], id in live, frame, scenario, prompt=prompt)
+                ids = live.pop(id, [])
+                assert tuple(ids) == undisturbed(visitor.sent[id].request)[0][: len(ids)]
+                ended.add(id)
+            case DrainingNotice():
+                assert scenario.drain is not None
+            case other:
+                assert isinstance(other, Pong)
+    for id, ids in live.items():
+        assert tuple(ids) == undisturbed(visitor.sent[id].request)[0][: len(ids)]
+    if visitor.stays and prompt:
+        assert visitor.closed is not None
+        assert visitor.closed.code == 1001 if scenario.drain and visitor.closed.code != 1000 else 1000
+        # A drained server may have closed before it read the last of them; then it took none of those.
+        assert not live
+        if visitor.closed.code == 1000:
+            assert ended == set(visitor.sent)
+
+
+def check_finished(ask: Ask, streamed: list[int], text: str, frame: Finished, scenario: Scenario) -> None:
+    ids, whole, reason = undisturbed(ask.request)
+    got = tuple(streamed) if ask.request.stream else frame.token_ids
+    assert got is not None
+    assert got == ids[: len(got)]
+    assert frame.usage.completion_tokens == len(got)
+    assert frame.finish_reason in {
+        reason: True,
+        "cancelled": ask.cancel_after_s is not None,
+        "timeout": ask.request.timeout_ms is not None,
+        "shutdown": scenario.drain is not None,
+    }
+    if frame.finish_reason == reason:
+        assert got == ids
+        assert text + frame.text == whole
+    else:
+        assert {"cancelled": ask.cancel_after_s, "timeout": ask.request.timeout_ms, "shutdown": scenario.drain}[
+            frame.finish_reason
+        ] is not None
+        assert whole.startswith(text + frame.text) or len(got) == len(ids)
+
+
+def check_failed(ask: Ask, accepted: bool, frame: Failed, scenario: Scenario, *, prompt: bool) -> None:
+    poisoned = any(
+        POISON in (each.request.prompt or "")
+        for visit in scenario.visits
+        for each in (visit.asks if scenario.engine["scheduler"] == "dynamic" else (ask,))
+    )
+    possible = {
+        "model_error": accepted and (poisoned or bool(scenario.failing_steps)),
+        "slow_consumer": accepted and not prompt,
+        "queue_timeout": accepted,
+        "shed": accepted,
+        "queue_full": not accepted,
+        "draining": not accepted and scenario.drain is not None,
+        "quota": not accepted,
+    }
+    assert possible[frame.code], (frame, ask)
+
+
+async def play(scenario: Scenario) -> None:
+    def tasks() -> list[str]:
+        names: list[str] = []
+        nurseries = list(trio.lowlevel.current_root_task().child_nurseries)  # type: ignore[union-attr]
+        while nurseries:
+            for task in nurseries.pop().child_tasks:
+                names.append(task.name)
+                nurseries += task.child_nurseries
+        return sorted(names)
+
+    async with open_virtual_engine(EngineConfig(**scenario.engine)) as (engine, worker):
+        await trio.testing.wait_all_tasks_blocked()
+        tasks_before = tasks()
+        watched = Watched(engine, worker, scenario.failing_steps)
+        trio.lowlevel.add_instrument(watched)
+        listener = MemoryListener(capacity_bytes=1500)
+        server = Server(engine, SERVER, addresses=[("127.0.0.1", 1)])
+        visitors = [Visitor(visit) for visit in scenario.visits]
+        async with trio.open_nursery() as nursery:
+            await nursery.start(server.run, [listener])
+            await trio.testing.wait_all_tasks_blocked()
+            tasks_idle = tasks()
+            async with trio.open_nursery() as visiting:
+                for visitor in visitors:
+                    visiting.start_soon(visitor.run, listener)
+                if scenario.drain is not None:
+                    at_s, grace_s = scenario.drain
+                    await trio.sleep(at_s)
+                    await server.drain(grace_s)
+                    assert trio.current_time() <= at_s + grace_s + SERVER.close_timeout_s + 0.1
+                await trio.sleep(SETTLED_S)
+                for visitor in visitors:
+                    judge(visitor, scenario, watched.step_ends)
+                assert all(not stream.live for stream in watched.streams)
+                visiting.cancel_scope.cancel()
+            await trio.sleep(1)
+            assert tasks() == (tasks_idle if scenario.drain is None else tasks_before)
+            assert_idle(engine, server)
+            if scenario.drain is None:
+                worker.fail = lambda plan: False
+                await assert_serves(listener)
+            nursery.cancel_scope.cancel()
+        await trio.testing.wait_all_tasks_blocked()
+        assert tasks() == tasks_before
+        trio.lowlevel.remove_instrument(watched)
+        assert not watched.broken, watched.broken[:3]
+
+
+def assert_idle(engine: BatchEngine, server: Server) -> None:
+    requests, admission = engine._requests, engine._intake.admission
+    assert (requests.live, requests.waiting, requests._held_before_s) == ({}, {}, {})
+    assert (admission.requests, admission.tokens) == (0, 0)
+    assert requests._fairness._lines == {}
+    assert requests.timers._heap == []
+    assert (engine.scheduler.running, len(engine.scheduler.queue)) == (0, 0)
+    if isinstance(engine.scheduler, ContinuousScheduler):
+        pool = engine.scheduler.pool
+        assert pool.used == 0
+        assert pool.free + pool.cached == pool.total
+        engine.scheduler.check()
+    assert "<Transport 0 open, 0 of them" in repr(server)
+    value = engine.metrics.registry.get_sample_value
+    assert value("wsbatch_connections") == 0
+    assert value("wsbatch_num_requests_running") == 0
+    assert value("wsbatch_requests_refused_total", {"code": "internal_error"}) is None
+
+
+async def assert_serves(listener: MemoryListener) -> None:
+    """After all of it, the next one is served as ever."""
+    ask = Ask(GenerateRequest(prompt="next", sampling=SamplingParams(max_tokens=3)), 0.0, None)
+    visitor = Visitor(Visit(0.0, MSGPACK, (ask,), None, "stay", 0.0))
+    await visitor.run(listener)
+    (end,) = [frame for _, frame in visitor.frames if isinstance(frame, Finished)]
+    assert end.finish_reason == "length"
+
+
+def run(scenario: Scenario) -> None:
+    trio.run(play, scenario, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(dynamic)
+def test_chaos_over_dynamic_batches(scenario: Scenario) -> None:
+    run(scenario)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(continuous)
+def test_chaos_over_continuous_batches(scenario: Scenario) -> None:
+    run(scenario)
