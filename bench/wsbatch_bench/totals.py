@@ -16,7 +16,7 @@ class ServerTotals:
         generation_tokens: of requests that reached their `finished`.
         refused: refusals and failures by code.
         issued_tokens, useful_tokens: token slots by phase (prefill, decode).
-        steps, rows: model steps, and rows in them.
+        steps, rows: model steps, and rows in them; `step_seconds`: their time in the model.
     """
 
     prompt_tokens: float = 0.0
@@ -26,6 +26,7 @@ class ServerTotals:
     useful_tokens: dict[str, float] = field(default_factory=lambda: dict(_NO_PHASES))
     steps: float = 0.0
     rows: float = 0.0
+    step_seconds: float = 0.0
 
     def since(self, earlier: "ServerTotals") -> "ServerTotals":
         """What was added after `earlier`."""
@@ -37,6 +38,7 @@ class ServerTotals:
             _minus(self.useful_tokens, earlier.useful_tokens),
             self.steps - earlier.steps,
             self.rows - earlier.rows,
+            self.step_seconds - earlier.step_seconds,
         )
 
     @property
@@ -76,6 +78,7 @@ def parse_totals(text: str) -> ServerTotals:
         useful_tokens=_NO_PHASES | by_label("useful_tokens_total"),
         steps=samples.get(("batch_size_count", ""), 0.0),
         rows=samples.get(("batch_size_sum", ""), 0.0),
+        step_seconds=samples.get(("step_seconds_sum", ""), 0.0),
     )
 
 

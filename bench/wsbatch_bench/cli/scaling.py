@@ -1,0 +1,138 @@
+"""`wsbatch-bench scaling`: a step's time against the batch size."""
+
+import argparse
+import csv
+import json
+import sys
+from pathlib import Path
+
+from wsbatch.cli.parsing import Commands, add_parser
+from wsbatch.opening import make_scheduler
+from wsbatch_bench.bare_model import load_bare
+from wsbatch_bench.cli.model_flags import add_model_flags, engine_config, read_costs, sizes
+from wsbatch_bench.engine_run import run_engine
+from wsbatch_bench.scaling import Scaling, batch_requests, measure_scaling
+from wsbatch_bench.scaling_chart import draw_scaling
+from wsbatch_bench.trace import draw_trace
+
+_DESCRIPTION = """\
+Measure how long a decode step takes at each batch size, in this process: tokens a second,
+speed-up, efficiency, the knee, and the line tau + alpha * rows + beta * prompt tokens with its
+95 % intervals. The largest batch is run through the server's own loop, too, and its tokens are
+compared. --out keeps a file of step costs for `sweep --costs`; running both schedulers into one
+directory puts both into it.
+"""
+
+_EPILOG = """\
+examples:
+  wsbatch-bench scaling --model demo --out scaling
+  wsbatch-bench scaling --model demo --scheduler continuous --prompt-tokens 300 --out scaling
+  wsbatch-bench scaling --model simulated --costs tau_ms=10,alpha_ms=1,beta_ms=0.5
+"""
+
+
+def add_command(commands: Commands) -> None:
+    """Add `scaling` to the command line."""
+    parser = add_parser(
+        commands, "scaling", help="a step's time against the batch size", description=_DESCRIPTION, epilog=_EPILOG
+    )
+    add_model_flags(parser, scheduler="dynamic")
+    parser.add_argument(
+        "--sizes", type=sizes, default=(1, 2, 4, 8, 16, 32), metavar="N,N", help="default: 1,2,4,8,16,32"
+    )
+    parser.add_argument("--prompt-tokens", type=int, default=200, metavar="N", help="default: %(default)s")
+    parser.add_argument("--output-tokens", type=int, default=24, metavar="N", help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
+    parser.add_argument("--efficiency", type=float, default=0.5, metavar="X", help="that makes the knee (default: 0.5)")
+    parser.add_argument("--no-check", dest="check", action="store_false", help="do not run the server's loop")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write CSV, costs and the chart there")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print; 3 where the server's loop gives other tokens."""
+    try:
+        costs = read_costs(arguments)[arguments.scheduler]
+        largest = max(arguments.sizes)
+        # Rows of the largest batch must fit a paged pool all at once.
+        config = engine_config(
+            arguments,
+            max_batch_size=largest,
+            max_batch_total_tokens=max(32_768, 2 * largest * (2 * arguments.prompt_tokens + arguments.output_tokens)),
+        )
+        bare = load_bare(config, costs=costs)
+    except (ValueError, OSError) as error:
+        print(f"wsbatch-bench scaling: {error}", file=sys.stderr)
+        return 2
+    prompts = draw_trace(1).prompt_ids
+    scaling = measure_scaling(
+        bare.model,
+        lambda size: make_scheduler(engine_config(arguments, max_batch_size=size), now_s=0.0),
+        sizes=arguments.sizes,
+        prompt_tokens=arguments.prompt_tokens,
+        output_tokens=arguments.output_tokens,
+        rounds=arguments.rounds,
+        clock=bare.clock,
+        make_prompt=prompts,
+    )
+    print("\n".join([bare.description, "", *_lines(scaling, arguments.efficiency)]))
+    if arguments.out is not None:
+        _save(arguments, scaling, bare.description)
+    if not arguments.check:
+        return 0
+    requests = batch_requests(largest, arguments.prompt_tokens, arguments.output_tokens, prompts)
+    # Held until the batch is full, so that the server runs the very same batch.
+    served = run_engine(engine_config(arguments, max_batch_size=largest, max_wait_ms=60_000.0), requests, costs=costs)[
+        0
+    ]
+    same = sum(ours == theirs for ours, theirs in zip(scaling.outputs[largest], served.outputs, strict=True))
+    print(f"\nthe server's loop gives the same tokens in {same} of {largest} rows")
+    return 0 if same == largest else 3
+
+
+def _lines(scaling: Scaling, efficiency: float) -> list[str]:
+    lines = [f"{'batch':>6} {'step ms':>9} {'fitted':>9} {'tokens/s':>9} {'speed-up':>9} {'efficiency':>11}"]
+    lines += [
+        f"{point.batch:6} {1000 * point.step_s:9.2f} {1000 * scaling.fit.step_s(point.batch):9.2f} "
+        f"{point.goodput:9.1f} {point.speedup:9.2f} {point.efficiency:11.1%}"
+        for point in scaling.points
+    ]
+    fit = scaling.fit
+    lines.append("")
+    for name, interval in (("tau", fit.tau_s), ("alpha", fit.alpha_s), ("beta", fit.beta_s)):
+        lines.append(
+            f"{name:6} {1000 * interval.value:9.3f} ms  (95 %: {1000 * interval.low:.3f} … {1000 * interval.high:.3f})"
+        )
+    lines.append(f"the line is off by {fit.rms_error:.1%} (root mean square, relative)")
+    knee = scaling.knee(efficiency)
+    alpha = fit.alpha_s.value
+    ratio = f"{fit.tau_s.value / alpha:.0f}" if alpha > 0 else "∞"
+    lines.append(f"knee   {knee}: the largest measured size with efficiency ≥ {efficiency:.0%}; tau/alpha = {ratio}")
+    return lines
+
+
+def _save(arguments: argparse.Namespace, scaling: Scaling, description: str) -> None:
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    name = arguments.scheduler
+    with (out / f"scaling-{name}.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["batch", "step_s", "fitted_s", "goodput", "speedup", "efficiency"])
+        for point in scaling.points:
+            values = (point.step_s, scaling.fit.step_s(point.batch), point.goodput, point.speedup, point.efficiency)
+            writer.writerow([point.batch, *(f"{value:.6g}" for value in values)])
+    path = out / "costs.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    fit = scaling.fit
+    known[name] = {key: getattr(fit.costs, key) for key in ("tau_s", "alpha_s", "beta_s")} | {
+        "intervals": {key: [getattr(fit, key).low, getattr(fit, key).high] for key in ("tau_s", "alpha_s", "beta_s")},
+        "rms_error": fit.rms_error,
+        "model": description,
+        "prompt_tokens": arguments.prompt_tokens,
+    }
+    path.write_text(json.dumps(known, indent=1) + "\n")
+    draw_scaling(
+        scaling, [out / f"scaling-{name}.{kind}" for kind in ("png", "svg")], efficiency=arguments.efficiency,
+        title=f"{description}: prompts of {arguments.prompt_tokens} tokens",
+    )  # fmt: skip
+    print(f"\nwritten to {out}: scaling-{name}.csv, .png, .svg; costs.json")

@@ -1,0 +1,178 @@
+"""`wsbatch-bench static`: what a batch run to completion costs."""
+
+import argparse
+import csv
+import json
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from wsbatch.cli.parsing import Commands, add_parser
+from wsbatch_bench.bare_loop import LoopRequest
+from wsbatch_bench.bare_model import load_bare
+from wsbatch_bench.cli.model_flags import add_model_flags, engine_config, read_costs, sizes
+from wsbatch_bench.lengths import DEFAULT_OUTPUTS, Lengths, parse_lengths
+from wsbatch_bench.setting import Setting
+from wsbatch_bench.static_batch import BatchCost, measure_batches, pooled_waste
+from wsbatch_bench.static_charts import draw_timeline, draw_waste
+from wsbatch_bench.trace import Trace, draw_trace
+
+_DESCRIPTION = """\
+Account for batches that run to completion, in this process: decode slots issued and useful, and
+for each row how long its slot, and a whole answer, were held after its own end. First a stated
+batch (by default seven rows of 4 tokens behind one of 32), under both schedulers; then batches of
+drawn lengths, against the theory 1 - E[L] / E[max of b L]. Rows stop on a step budget.
+"""
+
+_EPILOG = """\
+examples:
+  wsbatch-bench static --model demo --out static
+  wsbatch-bench static --model demo --output-lengths lognormal:median=20,sigma=0.9,max=200 --out static
+  wsbatch-bench static --model simulated --rows 15x10,1x500
+"""
+
+
+def add_command(commands: Commands) -> None:
+    """Add `static` to the command line."""
+    parser = add_parser(
+        commands, "static", help="what a batch run to completion costs", description=_DESCRIPTION, epilog=_EPILOG
+    )
+    add_model_flags(parser, scheduler=None)
+    parser.add_argument("--rows", type=_rows, default=_rows("7x4,1x32"), metavar="NxL,…", help="default: 7x4,1x32")
+    parser.add_argument("--prompt-tokens", type=int, default=32, metavar="N", help="of every row (default: 32)")
+    parser.add_argument(
+        "--output-lengths",
+        type=_lengths,
+        default=DEFAULT_OUTPUTS,
+        metavar="SPEC",
+        help="of the drawn batches (default: %(default)s)",
+    )
+    parser.add_argument("--sizes", type=sizes, default=(2, 4, 8, 16, 32), metavar="N,N", help="default: 2,4,8,16,32")
+    parser.add_argument("--requests", type=int, default=128, metavar="N", help="drawn for each size (default: 128)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write CSV, JSON and charts there")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print; the exit status."""
+    try:
+        costs = read_costs(arguments)
+        config = engine_config(arguments, scheduler="dynamic")
+        bare = load_bare(config, costs=costs["dynamic"])
+        prompts = draw_trace(1, seed=arguments.seed)
+        rows = _requests(prompts, arguments.rows, arguments.prompt_tokens)
+        print(f"{bare.description}\n")
+        measure_batches(bare.model, rows, Setting("dynamic", len(rows)), clock=bare.clock)  # to warm up
+        dynamic = measure_batches(bare.model, rows, Setting("dynamic", len(rows)), clock=bare.clock)[0]
+        print("\n".join(_batch_lines("dynamic", dynamic)))
+        drawn = _drawn(arguments, prompts)
+        measured = {
+            size: measure_batches(bare.model, drawn, Setting("dynamic", size), clock=bare.clock)
+            for size in arguments.sizes
+        }
+        paged = load_bare(engine_config(arguments, scheduler="continuous"), costs=costs["continuous"])
+        measure_batches(paged.model, rows, Setting("continuous", len(rows)), clock=paged.clock)
+        continuous = measure_batches(paged.model, rows, Setting("continuous", len(rows)), clock=paged.clock)[0]
+    except (ValueError, OSError) as error:
+        print(f"wsbatch-bench static: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(_batch_lines("continuous", continuous)))
+    print("\n".join(_size_lines(measured, arguments.output_lengths)))
+    if arguments.out is not None:
+        _save(arguments, bare.description, {"dynamic": dynamic, "continuous": continuous}, measured)
+    return 0
+
+
+def _drawn(arguments: argparse.Namespace, prompts: Trace) -> list[LoopRequest]:
+    # Whole batches only, of every size.
+    count = max(arguments.sizes) * max(1, arguments.requests // max(arguments.sizes))
+    lengths = draw_trace(count, outputs=arguments.output_lengths, seed=arguments.seed).entries
+    return _requests(prompts, [entry.output_tokens for entry in lengths], arguments.prompt_tokens)
+
+
+def _requests(prompts: Trace, outputs: list[int], prompt_tokens: int) -> list[LoopRequest]:
+    return [LoopRequest(prompts.prompt_ids(index, prompt_tokens), tokens) for index, tokens in enumerate(outputs)]
+
+
+def _batch_lines(name: str, batch: BatchCost) -> list[str]:
+    lines = [
+        f"{name}: {len(batch.rows)} rows, {batch.seconds:.3f} s, of them prefill {batch.prefill_s:.3f} s",
+        f"  decode slots       {batch.issued_slots} issued, {batch.useful_slots} useful: "
+        f"{batch.waste_fraction:.1%} wasted",
+        f"  {'row':>5} {'tokens':>7} {'own end':>9} {'hol_delay_s':>12} {'hol_inflation':>14}",
+    ]
+    lines += [
+        f"  {index:5} {row.output_tokens:7} {row.ended_s:7.3f} s {row.hol_delay_s:12.3f} {row.hol_inflation:13.2f}×"
+        for index, row in enumerate(batch.rows)
+    ]
+    return [*lines, f"  max_hol_inflation  {batch.max_hol_inflation:.2f}×", ""]
+
+
+def _size_lines(measured: dict[int, list[BatchCost]], lengths: Lengths) -> list[str]:
+    lines = [
+        f"drawn outputs: {lengths.spec}",
+        f"{'batch':>6} {'issued':>8} {'useful':>8} {'waste':>7} {'theory':>7}   {'hol_inflation p50/p95/max':>26}   "
+        f"{'hol_delay_s p50/p95/max':>24}",
+    ]
+    for size, batches in measured.items():
+        issued, useful = (sum(getattr(batch, name) for batch in batches) for name in ("issued_slots", "useful_slots"))
+        pooled = BatchCost(tuple(row for batch in batches for row in batch.rows), 0.0, 0.0, issued, useful, 0, 0)
+        inflation = "/".join(f"{pooled.inflation(q):.2f}" for q in (0.5, 0.95, 1.0))
+        delay = "/".join(f"{pooled.delay_s(q):.2f}" for q in (0.5, 0.95, 1.0))
+        lines.append(
+            f"{size:6} {issued:8} {useful:8} {pooled_waste(batches):7.1%} {lengths.padded_waste(size):7.1%}   "
+            f"{inflation:>26}   {delay:>24}"
+        )
+    return lines
+
+
+def _save(
+    arguments: argparse.Namespace, description: str, stated: dict[str, BatchCost], measured: dict[int, list[BatchCost]]
+) -> None:
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "static.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["size", "batch", "output_tokens", "ended_s", "hol_delay_s", "hol_inflation", "waste_fraction"])
+        for size, batches in measured.items():
+            for number, batch in enumerate(batches):
+                for row in batch.rows:
+                    values = (row.ended_s, row.hol_delay_s, row.hol_inflation, batch.waste_fraction)
+                    writer.writerow([size, number, row.output_tokens, *(f"{value:.6g}" for value in values)])
+    (out / "static.json").write_text(
+        json.dumps(
+            {"model": description, "outputs": arguments.output_lengths.spec}
+            | {name: asdict(batch) for name, batch in stated.items()},
+            indent=1,
+        )
+        + "\n"
+    )
+    for name, batch in stated.items():
+        paths = [out / f"timeline-{name}.{kind}" for kind in ("png", "svg")]
+        draw_timeline(batch, paths, title=f"{name} ({description.split(',')[0]})")
+    draw_waste(
+        measured,
+        {size: arguments.output_lengths.padded_waste(size) for size in measured},
+        [out / f"waste.{kind}" for kind in ("png", "svg")],
+        title=f"outputs {arguments.output_lengths.spec}",
+    )
+    print(f"\nwritten to {out}: static.csv, static.json, timeline-dynamic, timeline-continuous, waste (.png, .svg)")
+
+
+def _rows(text: str) -> list[int]:
+    rows: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)x(\d+)", part.strip())
+        if found is None or not int(found[1]) or not int(found[2]):
+            raise argparse.ArgumentTypeError(f"{part!r} must be ROWSxTOKENS, such as 7x4")
+        rows += [int(found[2])] * int(found[1])
+    return rows
+
+
+def _lengths(text: str) -> Lengths:
+    try:
+        return parse_lengths(text)
+    except (ValueError, OSError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,113 @@
+"""What a batch run to completion costs: token slots nobody asked for, and rows held back by longer ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wsbatch.opening import make_scheduler
+from wsbatch_bench.bare_loop import Clock, LoopRequest, LoopRow, LoopStep, Runs, run_loop
+from wsbatch_bench.quantiles import observed_quantile
+from wsbatch_bench.setting import Setting
+
+
+@dataclass(frozen=True, slots=True)
+class RowCost:
+    """One row; times in seconds from its batch's start.
+
+    Attributes:
+        first_s, ended_s: its first and its last token.
+        hol_delay_s: how long its slot and a whole (not streamed) answer were held after its own end.
+        hol_inflation: the time until its slot is free over its own: how much later a whole answer comes than it could.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    first_s: float
+    ended_s: float
+    hol_delay_s: float
+    hol_inflation: float
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCost:
+    """One batch.
+
+    Attributes:
+        rows: by when they ended.
+        seconds: from its dispatch to the end of its last row; `prefill_s` of them before the first token.
+        issued_slots, useful_slots: decode slots computed, and those whose token somebody asked for.
+        prefill_tokens, useful_prefill_tokens: prompt tokens computed, padding included, and without it.
+    """
+
+    rows: tuple[RowCost, ...]
+    seconds: float
+    prefill_s: float
+    issued_slots: int
+    useful_slots: int
+    prefill_tokens: int
+    useful_prefill_tokens: int
+
+    @property
+    def waste_fraction(self) -> float:
+        """The share of decode slots nobody asked for."""
+        return 1 - self.useful_slots / self.issued_slots if self.issued_slots else 0.0
+
+    @property
+    def max_hol_inflation(self) -> float:
+        """That of the row that suffered most."""
+        return max(row.hol_inflation for row in self.rows)
+
+    def inflation(self, q: float) -> float:
+        """A quantile over the rows, itself one of them. A mean would hide who pays."""
+        return observed_quantile([row.hol_inflation for row in self.rows], q)
+
+    def delay_s(self, q: float) -> float:
+        """A quantile of the head-of-line delay over the rows."""
+        return observed_quantile([row.hol_delay_s for row in self.rows], q)
+
+
+def pooled_waste(batches: Sequence[BatchCost]) -> float:
+    """The share of all their decode slots that nobody asked for: long batches count for more, as they do in time."""
+    issued = sum(batch.issued_slots for batch in batches)
+    return 1 - sum(batch.useful_slots for batch in batches) / issued if issued else 0.0
+
+
+def measure_batches(model: Runs, requests: Sequence[LoopRequest], setting: Setting, *, clock: Clock) -> list[BatchCost]:
+    """Run the requests as the setting does; rows stop on their step budget.
+
+    Dynamic: in batches of `max_batch_size`, in order, each to completion. Continuous: all of it counts as one batch.
+    """
+    scheduler = make_scheduler(setting.config(), now_s=0.0)
+    run = run_loop(model, scheduler, requests, clock=clock)
+    if setting.scheduler == "continuous":
+        return [_cost(0.0, run.rows, run.steps)]
+    batches: dict[float, list[LoopRow]] = {}
+    for row in run.rows:
+        batches.setdefault(row.started_s, []).append(row)
+    ends = [*list(batches)[1:], float("inf")]
+    return [
+        _cost(start_s, rows, [step for step in run.steps if start_s <= step.start_s < end_s])
+        for (start_s, rows), end_s in zip(batches.items(), ends, strict=True)
+    ]
+
+
+def _cost(start_s: float, rows: Sequence[LoopRow], steps: Sequence[LoopStep]) -> BatchCost:
+    costs = [
+        RowCost(
+            prompt_tokens=len(row.request.prompt_ids),
+            output_tokens=len(row.token_ids),
+            first_s=row.first_s - start_s,
+            ended_s=row.ended_s - start_s,
+            hol_delay_s=row.released_s - row.ended_s,
+            hol_inflation=(row.released_s - start_s) / (row.ended_s - start_s),
+        )
+        for row in rows
+    ]
+    return BatchCost(
+        rows=tuple(sorted(costs, key=lambda row: row.ended_s)),
+        seconds=max(row.released_s for row in rows) - start_s,
+        prefill_s=steps[0].end_s - start_s,
+        issued_slots=sum(step.cost.decode_slots for step in steps),
+        useful_slots=sum(step.cost.useful_decode_slots for step in steps),
+        prefill_tokens=sum(step.cost.prefill_tokens for step in steps),
+        useful_prefill_tokens=sum(step.cost.useful_prefill_tokens for step in steps),
+    )
