@@ -5,7 +5,7 @@ const WINDOW_MS = 10_000;
 const LAG_MS = 180;
 // Steps of one row and one phase that follow each other this closely are one stroke: between two steps the scheduler
 // decides, which is nobody's idleness.
-const JOIN_MS = 6;
+const JOIN_MS = 10;
 const MOST_LANES = 64;
 const GUTTER_PX = 26;
 
@@ -15,7 +15,8 @@ export class Lanes {
   #offset = null; // the page's clock minus the server's; the smallest seen, since delays only add to it
   #lastStep = -Infinity;
   #slots = 0;
-  #frame = 0;
+  #scheduled = false;
+  #stale = false; // something came since the last drawing
   #colours = {};
 
   constructor(canvas) {
@@ -60,15 +61,20 @@ export class Lanes {
     return performance.now() - (this.#offset ?? 0) - LAG_MS;
   }
 
-  /** Draw at the screen's pace while anything moves; where motion is not wanted, once a second. */
+  /** Draw while anything moves; where motion is not wanted, once a second. */
   #schedule() {
-    if (this.#frame) return;
-    this.#frame = requestAnimationFrame(() => {
-      this.#frame = 0;
+    this.#stale = true;
+    if (this.#scheduled) return;
+    this.#scheduled = true;
+    requestAnimationFrame(() => {
+      this.#stale = false;
       this.#draw();
-      if (this.#now() - this.#lastStep > WINDOW_MS) return;
-      if (matchMedia("(prefers-reduced-motion: reduce)").matches) setTimeout(() => this.#schedule(), 1000);
-      else this.#schedule();
+      // Not at the screen's full pace: where there is no graphics card, drawing takes the model's processor.
+      const restMs = matchMedia("(prefers-reduced-motion: reduce)").matches ? 1000 : 30;
+      setTimeout(() => {
+        this.#scheduled = false;
+        if (this.#stale || this.#now() - this.#lastStep < WINDOW_MS) this.#schedule();
+      }, restMs);
     });
   }
 
@@ -78,7 +84,7 @@ export class Lanes {
 
   #draw() {
     const canvas = this.#canvas;
-    const laneHeight = Math.max(5, Math.min(20, Math.floor(300 / Math.max(1, this.#slots))));
+    const laneHeight = Math.max(5, Math.min(18, Math.floor(220 / Math.max(1, this.#slots))));
     const height = Math.max(1, this.#slots) * laneHeight + 16;
     const width = canvas.clientWidth;
     const scale = devicePixelRatio || 1;
