@@ -3,6 +3,7 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from wsbatch.cli.parsing import Commands, add_parser
 from wsbatch_bench.choose import choose, refine
@@ -11,8 +12,10 @@ from wsbatch_bench.html_report import choice_lines
 from wsbatch_bench.slo import parse_slo
 from wsbatch_bench.stage import RealStage, Stage, VirtualStage
 from wsbatch_bench.sweep import Sweep
-from wsbatch_bench.sweep_files import SweepDocument, read_sweep
 from wsbatch_bench.trace import load_trace
+
+if TYPE_CHECKING:
+    from wsbatch_bench.sweep_files import SweepDocument
 
 NONE, UNDECIDED = 4, 5
 
@@ -45,6 +48,9 @@ def add_command(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Choose; the exit status."""
+    # Here, because matplotlib takes a second to import.
+    from wsbatch_bench.sweep_files import SweepDocument, read_sweep
+
     try:
         slo = parse_slo(arguments.slo)
         document = read_sweep(arguments.sweep)
@@ -62,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     return UNDECIDED if choice.undecided else NONE
 
 
-def _sweep(document: SweepDocument, out: Path) -> Sweep:
+def _sweep(document: "SweepDocument", out: Path) -> Sweep:
     """The sweep that the document came from, to measure more of it."""
     meta = document.meta
     costs = None if meta["costs"] is None else parse_costs_json(meta["costs"])

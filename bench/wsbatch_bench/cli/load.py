@@ -3,25 +3,34 @@
 import argparse
 import json
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from math import inf, isinf
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import trio
 
 from wsbatch.cli.parsing import TOKEN_VARIABLE, Commands, add_parser, token_from_environment
 from wsbatch.client import connect
 from wsbatch.errors import WsbatchError
+from wsbatch_bench.baseline import open_transformers_target
+from wsbatch_bench.calibration import load_calibration
 from wsbatch_bench.cli.workload import WORKLOAD_HELP, add_workload, read_trace, read_warmups
 from wsbatch_bench.http_client import HttpFailed, dial_url
 from wsbatch_bench.live import show_progress
 from wsbatch_bench.load import LoadPlan, LoadRun, run_load
-from wsbatch_bench.summary import Summary, parse_goodput, summarise
-from wsbatch_bench.target import open_websocket_target
+from wsbatch_bench.openai_target import OpenAiTarget
+from wsbatch_bench.summary import parse_goodput, summarise
+from wsbatch_bench.target import Target, open_websocket_target
 from wsbatch_bench.text_report import summary_lines
+from wsbatch_bench.trace import Trace
 from wsbatch_bench.vllm_json import result_json
 
 INVALID = 3
+_BASELINE = "transformers:"
 
 _DESCRIPTION = """\
 Put load on a running server, open loop: a schedule is computed first, and every request is sent at
@@ -36,6 +45,8 @@ examples:
   wsbatch-bench load ws://127.0.0.1:8765 --request-rate 2 --burstiness 0.5 --goodput ttft:500 e2el:5000
   wsbatch-bench load ws://127.0.0.1:8765 --arrivals closed:clients=8 --num-prompts 100
   wsbatch-bench load ws://127.0.0.1:8765 --trace mine.jsonl --save-result
+  wsbatch-bench load http://127.0.0.1:8000/v1/completions --model NAME --request-rate 2      vLLM, llama.cpp, …
+  wsbatch-bench load transformers:demo --max-batch-size 8 --max-wait-ms 20 --request-rate 1  the baseline
 
 exit statuses: 0 a valid run; 1 no connection; 2 bad usage; {INVALID} the run is not to be believed (it says why)
 The auth token is read from ${TOKEN_VARIABLE}.
@@ -45,7 +56,9 @@ The auth token is read from ${TOKEN_VARIABLE}.
 def add_command(commands: Commands) -> None:
     """Add `load` to the command line."""
     parser = add_parser(commands, "load", help="put load on a running server", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("url", help="ws:// or wss://")
+    parser.add_argument(
+        "url", help="ws(s)://HOST:PORT; http(s)://HOST:PORT/v1/completions of a peer; or transformers:MODEL"
+    )
     parser.add_argument(
         "--request-rate",
         type=_rate,
@@ -65,6 +78,12 @@ def add_command(commands: Commands) -> None:
         help="a later client invalidates the run (default: 100)",
     )
     group.add_argument("--connections", type=int, default=16, metavar="N", help="opened beforehand (default: 16)")
+    peers = parser.add_argument_group("peers")
+    peers.add_argument("--model", metavar="NAME", help="http: the model's name there")
+    peers.add_argument("--max-batch-size", type=int, default=8, metavar="N", help="transformers: default: 8")
+    peers.add_argument("--max-wait-ms", type=float, default=0.0, metavar="MS", help="transformers: default: 0")
+    peers.add_argument("--dtype", default="auto", metavar="TEXT", help="transformers: as `wsbatch serve` takes it")
+    peers.add_argument("--threads", type=int, metavar="N", help="transformers: default: torch's own choice")
     group.add_argument(
         "--save-result", action="store_true", help="write JSON with vLLM's keys, and the trace beside it"
     )
@@ -79,7 +98,10 @@ def run(arguments: argparse.Namespace) -> int:
         trace = read_trace(arguments)
         goodput = parse_goodput(arguments.goodput) if arguments.goodput else None
         rate = arguments.request_rate or trace.natural_rate or inf
-        dial_url(arguments.url)
+        if arguments.url.startswith("http") and arguments.model is None:
+            raise ValueError("--model is required for an http URL")
+        if not arguments.url.startswith(_BASELINE):
+            dial_url(arguments.url)
     except (ValueError, OSError) as error:
         return _complain(error, 2)
     plan = LoadPlan(
@@ -89,9 +111,11 @@ def run(arguments: argparse.Namespace) -> int:
         measured=arguments.num_prompts,
         stop_unstable=False,
     )
+    if (refusal := _refusal(trace, rate)) is not None:
+        return _complain(ValueError(refusal), 2)
     failure: BaseException | None = None
     try:
-        done, model = trio.run(_load, arguments, plan)
+        done, target = trio.run(_load, arguments, plan)
     except* (WsbatchError, OSError, HttpFailed) as group:
         failure = _first(group)
     if failure is not None:
@@ -108,26 +132,54 @@ def run(arguments: argparse.Namespace) -> int:
         )
     )
     if arguments.save_result:
-        _save(arguments, done, summary, model)
+        _save(arguments, done, result_json(done, summary, backend=target.backend, model=target.model))
     return INVALID if summary.invalid else 0
 
 
-async def _load(arguments: argparse.Namespace, plan: LoadPlan) -> tuple[LoadRun, str]:
-    dial, host, _ = dial_url(arguments.url)
-    opening = partial(connect, arguments.url, auth_token=token_from_environment())
-    async with (
-        open_websocket_target(opening, dial=dial, host=host, connections=arguments.connections) as target,
-        trio.open_nursery() as nursery,
-    ):
+async def _load(arguments: argparse.Namespace, plan: LoadPlan) -> tuple[LoadRun, Target]:
+    async with _open_target(arguments) as target, trio.open_nursery() as nursery:
         done = await run_load(target, plan, on_start=lambda run: nursery.start_soon(show_progress, run))
         nursery.cancel_scope.cancel()
-    return done, target.model
+    return done, target
 
 
-def _save(arguments: argparse.Namespace, done: LoadRun, summary: Summary, model: str) -> None:
-    result = result_json(done, summary, backend="wsbatch", model=model)
+@asynccontextmanager
+async def _open_target(arguments: argparse.Namespace) -> AsyncIterator[Target]:
+    url: str = arguments.url
+    if url.startswith(_BASELINE):
+        async with open_transformers_target(
+            url.removeprefix(_BASELINE),
+            dtype=arguments.dtype,
+            threads=arguments.threads,
+            max_batch_size=arguments.max_batch_size,
+            max_wait_ms=arguments.max_wait_ms,
+        ) as baseline:
+            yield baseline
+        return
+    dial, host, path = dial_url(url)
+    token = token_from_environment()
+    if url.startswith("http"):
+        yield OpenAiTarget(arguments.model, dial=dial, host=host, path=path, auth_token=token)
+        return
+    opening = partial(connect, url, auth_token=token)
+    async with open_websocket_target(opening, dial=dial, host=host, connections=arguments.connections) as target:
+        yield target
+
+
+def _refusal(trace: Trace, rate: float) -> str | None:
+    """Why this client must not measure such a load, as far as is known."""
+    known = load_calibration()
+    if known is None:
+        print("this client is not calibrated (`wsbatch-bench calibrate`): only its lag tells", file=sys.stderr)
+        return None
+    if isinf(rate) or trace.closed is not None:
+        return None  # the server decides how fast these go
+    return known.refusal(rate, fmean(entry.output_tokens for entry in trace.entries))
+
+
+def _save(arguments: argparse.Namespace, done: LoadRun, result: Any) -> None:
     rate = "inf" if isinf(done.plan.rate) else f"{done.plan.rate:g}"
-    name = arguments.result_filename or f"wsbatch-{rate}qps-{result['date']}.json"
+    name = arguments.result_filename or f"{result['backend']}-{rate}qps-{result['date']}.json"
     path = arguments.result_dir / name
     path.write_text(json.dumps(result, allow_nan=False) + "\n")
     done.plan.trace.save(path.with_suffix(".trace.jsonl"))

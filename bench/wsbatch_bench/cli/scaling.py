@@ -12,7 +12,6 @@ from wsbatch_bench.bare_model import load_bare
 from wsbatch_bench.cli.model_flags import add_model_flags, engine_config, read_costs, sizes
 from wsbatch_bench.engine_run import run_engine
 from wsbatch_bench.scaling import Scaling, batch_requests, measure_scaling
-from wsbatch_bench.scaling_chart import draw_scaling
 from wsbatch_bench.trace import draw_trace
 
 _DESCRIPTION = """\
@@ -112,6 +111,9 @@ def _lines(scaling: Scaling, efficiency: float) -> list[str]:
 
 
 def _save(arguments: argparse.Namespace, scaling: Scaling, description: str) -> None:
+    # Here, because matplotlib takes a second to import.
+    from wsbatch_bench.scaling_chart import draw_scaling
+
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     name = arguments.scheduler

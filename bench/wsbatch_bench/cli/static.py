@@ -15,7 +15,6 @@ from wsbatch_bench.cli.model_flags import add_model_flags, engine_config, read_c
 from wsbatch_bench.lengths import DEFAULT_OUTPUTS, Lengths, parse_lengths
 from wsbatch_bench.setting import Setting
 from wsbatch_bench.static_batch import BatchCost, measure_batches, pooled_waste
-from wsbatch_bench.static_charts import draw_timeline, draw_waste
 from wsbatch_bench.trace import Trace, draw_trace
 
 _DESCRIPTION = """\
@@ -131,6 +130,9 @@ def _size_lines(measured: dict[int, list[BatchCost]], lengths: Lengths) -> list[
 def _save(
     arguments: argparse.Namespace, description: str, stated: dict[str, BatchCost], measured: dict[int, list[BatchCost]]
 ) -> None:
+    # Here, because matplotlib takes a second to import.
+    from wsbatch_bench.static_charts import draw_timeline, draw_waste
+
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     with (out / "static.csv").open("w", newline="") as file:

@@ -16,7 +16,6 @@ from wsbatch_bench.setting import BATCH_SIZES, Setting, default_grid, parse_sett
 from wsbatch_bench.slo import parse_slo
 from wsbatch_bench.stage import RealStage, Stage, VirtualStage
 from wsbatch_bench.sweep import FRACTIONS, Results, Sweep, grid, run_cells
-from wsbatch_bench.sweep_files import SweepDocument
 
 _DESCRIPTION = """\
 Measure every setting at three rates: throughput, latencies, slot utilisation and waste, as CSV,
@@ -96,6 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
         sweep, cells, results, jobs=arguments.jobs, on_result=lambda _, result: print(_line(result), flush=True)
     )
     choice = choose(done, arguments.slo) if arguments.slo else None
+    # Here, because matplotlib takes a second to import.
+    from wsbatch_bench.sweep_files import SweepDocument
+
     document = SweepDocument(_meta(arguments, sweep, capacity, costs), done)
     names = document.write(out, choice)
     if choice is not None:

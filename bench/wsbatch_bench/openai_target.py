@@ -1,0 +1,86 @@
+"""Peers that speak OpenAI's completions API over streaming HTTP: vLLM, llama.cpp's server, OpenVINO's, and others."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import trio
+
+from wsbatch_bench.http_client import Dial, HttpFailed, request
+from wsbatch_bench.record import Record
+
+
+class OpenAiTarget:
+    """One endpoint, such as http://127.0.0.1:8000/v1/completions. Each request has a connection of its own.
+
+    Prompts are token ids and lengths exact (`ignore_eos`, `min_tokens`), so that every server does the same work. A
+    server that ignores these gets a run that is marked invalid, because the tokens do not add up.
+    """
+
+    backend = "openai"
+
+    def __init__(self, model: str, *, dial: Dial, host: str, path: str, auth_token: str | None = None) -> None:
+        self.model = model
+        self._dial = dial
+        self._host = host
+        self._path = path
+        self._headers = [] if auth_token is None else [("Authorization", f"Bearer {auth_token}")]
+
+    async def send(self, record: Record, prompt_ids: tuple[int, ...], start_s: float) -> None:
+        """See `Target.send`."""
+        body = {
+            "model": self.model,
+            "prompt": list(prompt_ids),
+            "max_tokens": record.output_tokens,
+            "min_tokens": record.output_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        data = json.dumps(body).encode()
+        record.sent_s = trio.current_time() - start_s
+        try:
+            async with request(self._dial, self._host, self._path, body=data, headers=self._headers) as chunks:
+                await self._read(record, chunks, start_s)
+            record.ended_s = trio.current_time() - start_s
+        except HttpFailed as error:
+            record.failed(error.code, trio.current_time() - start_s)
+        except OSError as error:
+            record.failed(type(error).__name__, trio.current_time() - start_s)
+
+    async def totals(self) -> None:
+        """These servers count in ways of their own."""
+        return
+
+    async def _read(self, record: Record, chunks: AsyncIterator[bytes], start_s: float) -> None:
+        seen = 0
+        async for event in _events(chunks):
+            counted = (event.get("usage") or {}).get("completion_tokens")
+            has_text = any("text" in choice for choice in event.get("choices", []))
+            # Where usage comes only at the end, an event is one token until it does; then the last one makes up.
+            total = counted if counted is not None else seen + has_text
+            if total > seen:
+                record.arrivals.append((trio.current_time() - start_s, total - seen))
+            seen = total
+            if counted is not None:
+                record.reported_tokens = counted
+        if record.reported_tokens is None:
+            record.reported_tokens = seen
+
+
+async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
+    """The JSON of each server-sent event. Raises HttpFailed for what is none, and for an error sent as one."""
+    rest = b""
+    async for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
+                continue
+            try:
+                event = json.loads(line[5:])
+            except ValueError:
+                raise HttpFailed("not_json", f"not an event of JSON: {line[:100]!r}") from None
+            if not isinstance(event, dict) or "error" in event:
+                raise HttpFailed("server_error", f"{event}")
+            yield event

@@ -1,0 +1,160 @@
+"""Peers over OpenAI-compatible HTTP, against a small server in memory; and the calibration that guards every load."""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import h11
+import pytest
+import trio
+from trio.testing import MockClock
+
+from wsbatch.testing.streams import MemoryListener, MemoryStream
+from wsbatch_bench.calibration import Calibration, load_calibration, measure_client
+from wsbatch_bench.cli.compare import table
+from wsbatch_bench.load import LoadPlan, LoadRun, run_load
+from wsbatch_bench.openai_target import OpenAiTarget
+from wsbatch_bench.setting import Setting
+from wsbatch_bench.summary import summarise
+from wsbatch_bench.virtual import open_virtual_target, run_virtual
+from wsbatch_bench.vllm_json import result_json
+
+from .harness import COSTS, short_trace
+
+Answer = Callable[[dict[str, object]], list[bytes]]
+
+
+def event(**fields: object) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def well_behaved(body: dict[str, object]) -> list[bytes]:
+    """As llama.cpp does: usage at the end only."""
+    tokens = body["max_tokens"]
+    assert isinstance(tokens, int)
+    usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": tokens}  # type: ignore[arg-type]
+    return [
+        *(event(choices=[{"text": "x"}]) for _ in range(tokens)),
+        event(choices=[], usage=usage),
+        b"data: [DONE]\n\n",
+    ]
+
+
+def merging(body: dict[str, object]) -> list[bytes]:
+    """As vLLM under load does: several tokens in one event, usage with each."""
+    tokens = body["max_tokens"]
+    assert isinstance(tokens, int)
+    first = event(choices=[{"text": "x"}], usage={"completion_tokens": 1})
+    return [first, event(choices=[{"text": "yz"}], usage={"completion_tokens": tokens}), b"data: [DONE]\n\n"]
+
+
+@asynccontextmanager
+async def peer(answer: Answer, *, status: int = 200) -> AsyncIterator[OpenAiTarget]:
+    listener = MemoryListener()
+
+    async def serve(stream: MemoryStream) -> None:
+        connection = h11.Connection(h11.SERVER)
+        body = b""
+        while not isinstance(each := connection.next_event(), h11.EndOfMessage):
+            if each is h11.NEED_DATA:
+                connection.receive_data(await stream.receive_some())
+            elif isinstance(each, h11.Data):
+                body += bytes(each.data)
+        headers = [("Content-Type", "text/event-stream"), ("Transfer-Encoding", "chunked")]
+        await stream.send_all(connection.send(h11.Response(status_code=status, headers=headers)) or b"")
+        for chunk in answer(json.loads(body)):
+            await trio.sleep(0.1)
+            for part in (chunk[:7], chunk[7:]):  # events are cut anywhere
+                await stream.send_all(connection.send(h11.Data(data=part)) or b"")
+        await stream.send_all(connection.send(h11.EndOfMessage()) or b"")
+        await stream.aclose()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.serve_listeners, serve, [listener])
+        yield OpenAiTarget("m", dial=listener.connect, host="peer", path="/v1/completions")
+        nursery.cancel_scope.cancel()
+
+
+async def load(target: OpenAiTarget, *, output: int = 4) -> LoadRun:
+    return await run_load(
+        target, LoadPlan(trace=short_trace(6, "constant", output=output), rate=1.0, warmup=0, measured=6)
+    )
+
+
+@pytest.mark.parametrize("answer", [well_behaved, merging])
+async def test_tokens_of_a_peer_are_counted_not_its_events(autojump_clock: MockClock, answer: Answer) -> None:
+    async with peer(answer) as target:
+        run = await load(target)
+    assert [record.tokens for record in run.records] == [4] * len(run.records)
+    assert all(record.ok and record.reported_tokens == 4 for record in run.records)
+    assert run.records[0].ttft_s == pytest.approx(0.1)
+    summary = summarise(run)
+    assert summary.invalid == ()
+    assert summary.server_tokens is None
+
+
+async def test_a_peer_that_stops_short_makes_the_run_invalid(autojump_clock: MockClock) -> None:
+    def short(body: dict[str, object]) -> list[bytes]:
+        return well_behaved(body | {"max_tokens": 2})
+
+    async with peer(short) as target:
+        summary = summarise(await load(target))
+    assert "did not get exactly the tokens" in summary.invalid[0]
+
+
+async def test_an_error_of_a_peer_is_a_failure(autojump_clock: MockClock) -> None:
+    async with peer(lambda _: [b"overloaded"], status=503) as target:
+        run = await load(target)
+    assert {record.error for record in run.records} == {"http_503"}
+    async with peer(lambda _: [event(error={"message": "out of memory"})]) as target:
+        run = await load(target)
+    assert {record.error for record in run.records} == {"server_error"}
+
+
+async def test_a_peer_that_is_not_there_is_a_failure(autojump_clock: MockClock) -> None:
+    async def refuse() -> trio.abc.Stream:
+        raise ConnectionRefusedError("nobody listens")
+
+    run = await load(OpenAiTarget("m", dial=refuse, host="peer", path="/"))
+    assert {record.error for record in run.records} == {"ConnectionRefusedError"}
+
+
+def test_two_results_in_one_table() -> None:
+    async def main() -> list[str]:
+        results = []
+        async with peer(well_behaved) as target:
+            run = await load(target)
+            results.append(("peer", result_json(run, summarise(run), backend="openai", model="m")))
+        async with open_virtual_target(Setting("dynamic", 4).config(model="simulated"), COSTS) as (ours, _):
+            run = await run_load(ours, run.plan)
+            results.append(("ours", result_json(run, summarise(run), backend="wsbatch", model="m")))
+        json.dumps(results, allow_nan=False)
+        return table(results)
+
+    head, _, first, second = run_virtual(main)
+    assert head.count("|") == first.count("|") == second.count("|")
+    assert "another trace" not in first + second
+    assert "| peer | openai | 1.0 |" in first
+
+
+def test_a_client_is_not_asked_for_more_than_half_of_its_floor() -> None:
+    known = Calibration(frames_per_s=20_000, ttft_p50_s=0.001, ttft_p95_s=0.002, machine="m", date="d")
+    assert known.refusal(100.0, 99.0) is None
+    refusal = known.refusal(100.0, 101.0)
+    assert refusal is not None
+    assert "at most 10,000" in refusal
+
+
+def test_calibration_counts_frames_and_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setenv("WSBATCH_CACHE", str(tmp_path))
+    assert load_calibration() is None
+
+    async def main() -> Calibration:
+        async with open_virtual_target(Setting("dynamic", 16).config(model="simulated"), COSTS) as (target, _):
+            return await measure_client(target)
+
+    measured = run_virtual(main)
+    assert measured.frames_per_s > 100
+    assert measured.ttft_p50_s == pytest.approx(0.0101)  # tau, and one prompt token
+    measured.save()
+    assert load_calibration() == measured
