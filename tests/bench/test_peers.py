@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import h11
 import pytest
@@ -32,12 +32,8 @@ def well_behaved(body: dict[str, object]) -> list[bytes]:
     """As llama.cpp does: usage at the end only."""
     tokens = body["max_tokens"]
     assert isinstance(tokens, int)
-    usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": tokens}  # type: ignore[arg-type]
-    return [
-        *(event(choices=[{"text": "x"}]) for _ in range(tokens)),
-        event(choices=[], usage=usage),
-        b"data: [DONE]\n\n",
-    ]
+    last = event(choices=[], usage={"completion_tokens": tokens})
+    return [*(event(choices=[{"text": "x"}]) for _ in range(tokens)), last, b"data: [DONE]\n\n"]
 
 
 def merging(body: dict[str, object]) -> list[bytes]:
@@ -61,12 +57,13 @@ async def peer(answer: Answer, *, status: int = 200) -> AsyncIterator[OpenAiTarg
             elif isinstance(each, h11.Data):
                 body += bytes(each.data)
         headers = [("Content-Type", "text/event-stream"), ("Transfer-Encoding", "chunked")]
-        await stream.send_all(connection.send(h11.Response(status_code=status, headers=headers)) or b"")
-        for chunk in answer(json.loads(body)):
-            await trio.sleep(0.1)
-            for part in (chunk[:7], chunk[7:]):  # events are cut anywhere
-                await stream.send_all(connection.send(h11.Data(data=part)) or b"")
-        await stream.send_all(connection.send(h11.EndOfMessage()) or b"")
+        with suppress(trio.BrokenResourceError):  # the client has heard enough
+            await stream.send_all(connection.send(h11.Response(status_code=status, headers=headers)) or b"")
+            for chunk in answer(json.loads(body)):
+                await trio.sleep(0.1)
+                for part in (chunk[:7], chunk[7:]):  # events are cut anywhere
+                    await stream.send_all(connection.send(h11.Data(data=part)) or b"")
+            await stream.send_all(connection.send(h11.EndOfMessage()) or b"")
         await stream.aclose()
 
     async with trio.open_nursery() as nursery:
@@ -76,9 +73,8 @@ async def peer(answer: Answer, *, status: int = 200) -> AsyncIterator[OpenAiTarg
 
 
 async def load(target: OpenAiTarget, *, output: int = 4) -> LoadRun:
-    return await run_load(
-        target, LoadPlan(trace=short_trace(6, "constant", output=output), rate=1.0, warmup=0, measured=6)
-    )
+    trace = short_trace(6, "constant", output=output)
+    return await run_load(target, LoadPlan(trace=trace, rate=1.0, warmup=0, measured=6))
 
 
 @pytest.mark.parametrize("answer", [well_behaved, merging])
@@ -151,7 +147,7 @@ def test_calibration_counts_frames_and_is_kept(monkeypatch: pytest.MonkeyPatch, 
 
     async def main() -> Calibration:
         async with open_virtual_target(Setting("dynamic", 16).config(model="simulated"), COSTS) as (target, _):
-            return await measure_client(target)
+            return await measure_client(target, stream_tokens=50)
 
     measured = run_virtual(main)
     assert measured.frames_per_s > 100
