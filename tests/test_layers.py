@@ -13,7 +13,7 @@ ROWS: list[set[str]] = [
     {"wire", "text", "batching", "metrics", "model"},
     {"client", "worker", "tokenising", "timers"},
     {"stream", "generation", "engine", "batch_engine", "requests", "intake", "isolation", "opening", "watching"},
-    {"session"},
+    {"session", "pool"},
     {"transport", "http", "handshake", "page", "fragments"},
     {"server"},
     {"testing"},

@@ -1,0 +1,291 @@
+"""`EnginePool`: an engine whose steps are run elsewhere. `open_pool` makes one."""
+
+import secrets
+from collections.abc import AsyncIterator, Callable, Hashable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import trio
+
+from wsbatch.batching.picture import Picture, Watcher
+from wsbatch.client.errors import ProtocolError
+from wsbatch.engine import EngineState
+from wsbatch.errors import Draining, QueueFull, RequestError
+from wsbatch.messages import Failed, Finished, GenerateRequest, Hello, Status
+from wsbatch.metrics import EngineMetrics
+from wsbatch.pool.config import PoolConfig
+from wsbatch.pool.metrics import PoolMetrics
+from wsbatch.pool.placing import PrefixTable, choose
+from wsbatch.pool.replica import Dial, Kind, Replica
+from wsbatch.pool.route import Route
+from wsbatch.steps import ModelInfo
+from wsbatch.stream import Stream
+from wsbatch.timers import Timers
+
+_SEED_BITS = 53
+_LAST_ANSWERS_S = 1.5
+# The router leaves ids to its replicas, which know the vocabulary.
+_ANY_TOKEN_ID = 2**31
+
+
+class EnginePool:
+    """Implements `Engine` over replicas. Run `run` in a task; `open_pool` does."""
+
+    def __init__(self, config: PoolConfig | None = None) -> None:
+        self.metrics = EngineMetrics()
+        self.replicas: dict[str, Replica] = {}
+        self._config = config or PoolConfig()
+        self._hello: Hello | None = None  # the first one's
+        self._first = trio.Event()
+        self._nursery: trio.Nursery | None = None
+        self._routes: dict[int, Route] = {}
+        self._held: dict[int, Route] = {}
+        self._prefixes: PrefixTable[Replica] = PrefixTable()
+        self._last_key = 0
+        self._draining = False
+        self._ended = trio.Event()
+        self._timers = Timers(self._wake)
+        self._picture = Picture(
+            "pool", 0, clock=trio.current_time, queue_depth=lambda: self._count()[0], running=lambda: self._count()[1]
+        )
+        self.metrics.watch(lambda: self._count()[1], lambda: self._count()[0], lambda: None)
+        self._pool_metrics = PoolMetrics(self.metrics.registry, lambda: len(self._ready()))
+
+    def __repr__(self) -> str:
+        return f"<EnginePool {self.state}: {len(self._routes)} live, {list(self.replicas.values())}>"
+
+    @property
+    def info(self) -> ModelInfo:
+        """The first replica's facts. Ids are checked by the replicas."""
+        assert self._hello is not None, "wait_ready first"
+        hello = self._hello
+        length = hello.limits.max_model_len
+        return ModelInfo(hello.model, hello.revision, hello.dtype, "replicas", length, _ANY_TOKEN_ID, frozenset())
+
+    @property
+    def state(self) -> EngineState:
+        """ready or draining; a pool does not die, even where all its replicas are away."""
+        return "draining" if self._draining else "ready"
+
+    @property
+    def max_unread_tokens(self) -> int:
+        """See `PoolConfig`."""
+        return self._config.max_unread_tokens
+
+    def add(self, name: str, dial: Dial) -> Replica:
+        """Take a replica in; it is used from when it is ready on. Raises ValueError for a name that is taken."""
+        if name in self.replicas:
+            raise ValueError(f"replica {name!r} is there already")
+        replica = self.replicas[name] = Replica(
+            name, dial, self._config, admit=self._admit, on_change=self._changed, on_lost=self._prefixes.forget
+        )
+        if self._nursery is not None:
+            self._nursery.start_soon(replica.run)
+        return replica
+
+    async def remove(self, name: str, grace_s: float = 0.0) -> None:
+        """Send nothing more to this replica, wait for what is on it, at most `grace_s`, and let go of it.
+
+        What is still on it then goes on elsewhere.
+        """
+        replica = self.replicas.pop(name)
+        with trio.move_on_after(grace_s):
+            while replica.live:
+                self._ended = trio.Event()
+                await self._ended.wait()
+        replica.scope.cancel()
+
+    async def wait_ready(self) -> None:
+        """Wait for the first replica to answer."""
+        await self._first.wait()
+
+    async def wait_dead(self) -> RequestError:
+        """For ever: a pool does not die."""
+        await trio.sleep_forever()
+        raise AssertionError
+
+    def refusal(self) -> RequestError | None:
+        """Why any request made now would be refused; None if one may be let in."""
+        if self._draining:
+            return Draining("the router is shutting down", retry_after_ms=1000)
+        ready = self._ready()
+        retries = [replica.retry_after_ms for replica in ready]
+        if None in retries:
+            return None
+        full = min((retry for retry in retries if retry is not None), default=None)
+        if full is None:
+            return QueueFull("no replica is there", retry_after_ms=1000)
+        return QueueFull(f"all {len(ready)} replicas are full", retry_after_ms=full)
+
+    def status(self) -> Status:
+        """The replicas' work, in sum; the longest wait and step of any."""
+        known = [replica.status for replica in self._ready() if replica.status is not None]
+        refusal = self.refusal()
+        return Status(
+            state=self.state,
+            waiting=sum(status.waiting for status in known),
+            running=sum(status.running for status in known),
+            queued_tokens=sum(status.queued_tokens for status in known),
+            running_tokens=sum(status.running_tokens for status in known),
+            max_batch_size=sum(status.max_batch_size for status in known),
+            queue_ms=max((status.queue_ms for status in known), default=0.0),
+            step_ms=max((status.step_ms for status in known), default=0.0),
+            retry_after_ms=None if refusal is None else refusal.retry_after_ms,
+        )
+
+    async def submit(
+        self,
+        request: GenerateRequest,
+        *,
+        client: Hashable = None,
+        on_event: Callable[[Stream], None] | None = None,
+    ) -> Stream:
+        """See `Engine.submit`. Waits for a replica's answer. Fair shares are the replicas' matter."""
+        await trio.lowlevel.checkpoint()
+        if (refusal := self.refusal()) is not None:
+            self.metrics.refused.labels(refusal.code).inc()
+            raise refusal
+        sampling = request.sampling
+        if sampling.seed is None:
+            # Here and not by the replica: another one may have to go on with it.
+            request = replace(request, sampling=replace(sampling, seed=secrets.randbits(_SEED_BITS)))
+        self._last_key += 1
+        route = self._routes[self._last_key] = Route(self, self._last_key, request, on_event=on_event)
+        try:
+            route.dispatch()
+            await route.decided.wait()
+        except BaseException:
+            route.drop()
+            raise
+        if route.refusal is not None:
+            raise route.refusal
+        assert route.stream.accepted is not None
+        self.metrics.prompt_tokens.inc(route.stream.accepted.prompt_tokens)
+        return route.stream
+
+    def watch(self, on_change: Callable[[], None]) -> Watcher:
+        """See `Engine.watch`: only the counts of requests; the steps are the replicas'."""
+        return self._picture.watch(on_change)
+
+    @asynccontextmanager
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Stream]:
+        """See `Engine.generate`."""
+        stream = await self.submit(request)
+        try:
+            yield stream
+        finally:
+            stream.cancel()
+
+    async def drain(self, grace_s: float) -> None:
+        """See `Engine.drain`. The replicas themselves are left as they are."""
+        self._draining = True
+        await self._wait_ended(grace_s)
+        for route in list(self._routes.values()):
+            route.end("shutdown")
+        await self._wait_ended(_LAST_ANSWERS_S)
+
+    async def run(self) -> None:
+        """Keep up the connections to the replicas until cancelled; then what is live ends with `shutdown`."""
+        try:
+            async with trio.open_nursery() as self._nursery:
+                for replica in self.replicas.values():
+                    self._nursery.start_soon(replica.run)
+                await self._timers.run()
+        finally:
+            self._nursery = None
+            for route in list(self._routes.values()):
+                if route.stream.accepted is not None:
+                    route.end("shutdown")
+
+    # What routes need.
+
+    def place(self, route: Route) -> Replica | None:
+        """See `route.Pool`."""
+        work = {
+            replica: replica.work_tokens
+            for replica in self._ready()
+            if replica not in route.tried
+            and replica.retry_after_ms is None
+            and (route.kind is None or route.kind == replica.kind)
+        }
+        if not work:
+            return None
+        chosen = choose(work, self._prefixes.holder(route.hashes), slack_tokens=self._config.affinity_tokens)
+        self._prefixes.remember(route.hashes, chosen)
+        # The next one looks at the others first, where all have the same to do.
+        if self.replicas.get(chosen.name) is chosen:
+            self.replicas[chosen.name] = self.replicas.pop(chosen.name)
+        return chosen
+
+    def has(self, kind: Kind) -> bool:
+        """See `route.Pool`."""
+        return "" not in kind and any(replica.kind == kind for replica in self.replicas.values())
+
+    def hold(self, route: Route, *, retry_after_ms: int) -> None:
+        """See `route.Pool`."""
+        now_s = trio.current_time()
+        route.not_before_s = now_s + retry_after_ms / 1000
+        if route.give_up_s is None:
+            route.give_up_s = now_s + self._config.resume_timeout_s
+            self.wake_at(route, route.give_up_s)
+        self._held[route.key] = route
+
+    def wake_at(self, route: Route, at_s: float) -> None:
+        """See `route.Pool`."""
+        self._timers.add(at_s, route.key)
+
+    def moved(self, route: Route) -> None:
+        """See `route.Pool`."""
+        (self._pool_metrics.moved if route.kind is None else self._pool_metrics.resumed).inc()
+
+    def ended(self, route: Route) -> None:
+        """See `route.Pool`."""
+        self._held.pop(route.key, None)
+        if self._routes.pop(route.key, None) is None:
+            return
+        terminal = route.stream.terminal
+        if isinstance(terminal, Finished):
+            self.metrics.observe_finished(terminal)
+        elif isinstance(terminal, Failed):
+            self.metrics.refused.labels(terminal.code).inc()
+        elif route.refusal is not None:
+            self.metrics.refused.labels(route.refusal.code).inc()
+        self._ended.set()
+        self._picture.changed()
+
+    def _wake(self, key: int) -> None:
+        if (route := self._routes.get(key)) is not None:
+            route.wake()
+
+    def _admit(self, hello: Hello) -> None:
+        """One pool, one model: of several revisions, perhaps, while they are being replaced."""
+        if self._hello is not None and hello.model != self._hello.model:
+            raise ProtocolError(f"it serves {hello.model!r}, the others {self._hello.model!r}")
+
+    def _changed(self, replica: Replica) -> None:
+        """It is ready, or has said how much work it has."""
+        if self._hello is None:
+            self._hello = replica.hello
+            self._first.set()
+        now_s = trio.current_time()
+        for route in sorted(self._held.values(), key=lambda route: (route.request.priority, route.key)):
+            if route.kind is not None and not self.has(route.kind):
+                route.give_up()
+            elif now_s >= route.not_before_s:
+                del self._held[route.key]
+                route.dispatch()  # which holds it again where there is still no place
+        self._picture.changed()
+
+    def _ready(self) -> list[Replica]:
+        return [replica for replica in self.replicas.values() if replica.state == "ready"]
+
+    def _count(self) -> tuple[int, int]:
+        """Requests that wait, and that run."""
+        waiting = sum(route.waiting for route in self._routes.values())
+        return waiting, len(self._routes) - waiting
+
+    async def _wait_ended(self, at_most_s: float) -> None:
+        with trio.move_on_after(at_most_s):
+            while self._routes:
+                self._ended = trio.Event()
+                await self._ended.wait()

@@ -1,0 +1,58 @@
+"""`open_pool`: from addresses to a running pool, and down again."""
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+
+import trio
+
+from wsbatch.client import connect
+from wsbatch.client.dial import parse_url
+from wsbatch.errors import ConnectionLost
+from wsbatch.pool.config import PoolConfig
+from wsbatch.pool.engine_pool import EnginePool
+from wsbatch.pool.replica import Dial
+
+
+@asynccontextmanager
+async def open_pool(
+    replicas: Iterable[str] | dict[str, Dial], config: PoolConfig | None = None, *, auth_token: str | None = None
+) -> AsyncIterator[EnginePool]:
+    """A running pool over these servers, once the first of them is ready.
+
+    Args:
+        replicas: their URLs (ws://, wss://); or names, and how to open a connection to each.
+        config: see `PoolConfig`.
+        auth_token: for the replicas.
+
+    Raises ConnectionLost where none is ready within `first_replica_s`, ValueError for a bad URL. Leaving the block
+    ends what is live with `shutdown`; the replicas live on.
+    """
+    config = config or PoolConfig()
+    pool = EnginePool(config)
+    dials = replicas if isinstance(replicas, dict) else {url: dialling(url, auth_token) for url in replicas}
+    for name, dial in dials.items():
+        pool.add(name, dial)
+    late = False
+    raised: BaseException | None = None
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pool.run)
+        with trio.move_on_after(config.first_replica_s) as patience:
+            await pool.wait_ready()
+        late = patience.cancelled_caught
+        if not late:
+            try:
+                yield pool
+            except BaseException as error:  # noqa: BLE001 - raised below, outside the nursery, as it is
+                raised = error
+        nursery.cancel_scope.cancel()
+    if late:
+        raise ConnectionLost(f"none of {', '.join(dials)} was ready within {config.first_replica_s:g} s")
+    if raised is not None:
+        raise raised
+
+
+def dialling(url: str, auth_token: str | None = None) -> Dial:
+    """How to connect to a replica by its URL. Raises ValueError for a bad one."""
+    parse_url(url)
+    # The pool asks often enough by itself; a replica that is silent is found out that way.
+    return lambda: connect(url, auth_token=auth_token, keepalive_s=None)
