@@ -1,8 +1,8 @@
 """One HTTP/1.1 exchange on a Trio stream, its answer streamed. No more than a bench needs of a client."""
 
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing, asynccontextmanager
 from urllib.parse import urlsplit
 
 import h11
@@ -63,11 +63,12 @@ async def request(
         answer = await _next(connection, stream)
         if not isinstance(answer, h11.Response):
             raise HttpFailed("http_broken", f"{host} did not answer with HTTP")
-        chunks = _chunks(connection, stream)
-        if answer.status_code >= 400:
-            text = b"".join([chunk async for chunk in chunks]).decode(errors="replace")
-            raise HttpFailed(f"http_{answer.status_code}", f"{host}{target}: status {answer.status_code}: {text[:300]}")
-        yield chunks
+        async with aclosing(_chunks(connection, stream)) as chunks:
+            if answer.status_code >= 400:
+                text = b"".join([chunk async for chunk in chunks]).decode(errors="replace")
+                what = f"{host}{target}: status {answer.status_code}: {text[:300]}"
+                raise HttpFailed(f"http_{answer.status_code}", what)
+            yield chunks
     finally:
         await trio.aclose_forcefully(stream)
 
@@ -78,7 +79,7 @@ async def get(dial: Dial, host: str, target: str) -> bytes:
         return b"".join([chunk async for chunk in chunks])
 
 
-async def _chunks(connection: h11.Connection, stream: trio.abc.Stream) -> AsyncIterator[bytes]:
+async def _chunks(connection: h11.Connection, stream: trio.abc.Stream) -> AsyncGenerator[bytes, None]:
     while isinstance(event := await _next(connection, stream), h11.Data):
         yield bytes(event.data)
 

@@ -1,7 +1,8 @@
 """Peers that speak OpenAI's completions API over streaming HTTP: vLLM, llama.cpp's server, OpenVINO's, and others."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import trio
@@ -55,21 +56,22 @@ class OpenAiTarget:
 
     async def _read(self, record: Record, chunks: AsyncIterator[bytes], start_s: float) -> None:
         seen = 0
-        async for event in _events(chunks):
-            counted = (event.get("usage") or {}).get("completion_tokens")
-            has_text = any("text" in choice for choice in event.get("choices", []))
-            # Where usage comes only at the end, an event is one token until it does; then the last one makes up.
-            total = counted if counted is not None else seen + has_text
-            if total > seen:
-                record.arrivals.append((trio.current_time() - start_s, total - seen))
-            seen = total
-            if counted is not None:
-                record.reported_tokens = counted
+        async with aclosing(_events(chunks)) as events:
+            async for event in events:
+                counted = (event.get("usage") or {}).get("completion_tokens")
+                has_text = any("text" in choice for choice in event.get("choices", []))
+                # Where usage comes only at the end, an event is one token until it does; then the last one makes up.
+                total = counted if counted is not None else seen + has_text
+                if total > seen:
+                    record.arrivals.append((trio.current_time() - start_s, total - seen))
+                seen = total
+                if counted is not None:
+                    record.reported_tokens = counted
         if record.reported_tokens is None:
             record.reported_tokens = seen
 
 
-async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
+async def _events(chunks: AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any], None]:
     """The JSON of each server-sent event. Raises HttpFailed for what is none, and for an error sent as one."""
     rest = b""
     async for chunk in chunks:
