@@ -1,143 +1,18 @@
 """A pool of replicas in virtual time: routing, losses, drains, stalls; client and replicas are the real ones."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import pytest
 import trio
-import trio.testing
 from trio.testing import MockClock
 
-from wsbatch.config import EngineConfig
 from wsbatch.errors import BadRequest, ConnectionLost, Draining, QueueFull
-from wsbatch.messages import Accepted, Failed, Finished, GenerateRequest, SamplingParams, Tokens
-from wsbatch.model.simulated import SimulatedModel, StepCosts
-from wsbatch.pool import EnginePool, PoolConfig, open_pool
-from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart, PagedStep, RowSampling
-from wsbatch.stream import Stream
+from wsbatch.messages import Accepted, Failed, Finished, SamplingParams
+from wsbatch.pool import PoolConfig, open_pool
+from wsbatch.steps import PagedStep
 from wsbatch.testing.replicas import VirtualReplica
 
-POISON = "\x01"
-# The step costs of the default: 10 ms, 1 ms a decode row, 0.5 ms a prompt token.
-ENGINE = EngineConfig(model="simulated", scheduler="continuous", max_batch_size=4, max_batch_total_tokens=8192)
-
-
-class Cluster:
-    """Replicas named a, b, c …, and a pool over them."""
-
-    def __init__(self, replicas: list[VirtualReplica], nursery: trio.Nursery) -> None:
-        self.names = {chr(97 + index): replica for index, replica in enumerate(replicas)}
-        self.nursery = nursery
-        self.pool: EnginePool
-
-    def __getitem__(self, name: str) -> VirtualReplica:
-        return self.names[name]
-
-    async def start(self, name: str) -> None:
-        await self.nursery.start(self.names[name].run)
-
-    def where(self) -> dict[str, int]:
-        """Live requests on each replica, as the pool knows it."""
-        return {name: self.pool.replicas[name].live for name in sorted(self.pool.replicas)}
-
-    async def all_ready(self) -> None:
-        while any(replica.state != "ready" for replica in self.pool.replicas.values()):  # noqa: ASYNC110
-            await trio.sleep(0.01)
-        await trio.sleep(0.05)  # the other connections
-
-
-@asynccontextmanager
-async def cluster(
-    count: int = 2, *, engine: EngineConfig = ENGINE, costs: StepCosts | None = None, **settings: Any
-) -> AsyncIterator[Cluster]:
-    async with trio.open_nursery() as nursery:
-        group = Cluster([VirtualReplica(engine, costs=costs) for _ in range(count)], nursery)
-        for name in group.names:
-            await group.start(name)
-        dials = {name: replica.dial for name, replica in group.names.items()}
-        async with open_pool(dials, PoolConfig(**{"connections": 2} | settings)) as group.pool:
-            await group.all_ready()
-            yield group
-            assert group.pool._routes == {}
-            assert group.pool._held == {}
-            assert sum(group.where().values()) == 0
-        nursery.cancel_scope.cancel()
-
-
-def request(tokens: int = 40, prompt: str = "abcd", **fields: Any) -> GenerateRequest:
-    sampling = fields.pop("sampling", None) or SamplingParams(max_tokens=tokens)
-    return GenerateRequest(prompt=prompt, sampling=sampling, **fields)
-
-
-@cache
-def undisturbed(request: GenerateRequest) -> tuple[tuple[int, ...], str, str]:
-    """What the request gets from the model when nothing else exists: ids, text, finish reason."""
-    model, sampling = SimulatedModel(StepCosts()), request.sampling
-    done = request.resume_token_ids
-    row_sampling = RowSampling(sampling.temperature, seed=sampling.seed or 0)
-    row = PaddedRow(0, (*(request.prompt or "").encode(), *done), row_sampling)
-    ids = [*done, *model.compute(PaddedStart((row,), sampling.max_tokens)).token_ids]
-    while len(ids) < sampling.max_tokens and not any(stop in bytes(ids).decode() for stop in sampling.stop):
-        ids += model.compute(PaddedDecode()).token_ids
-    text = bytes(ids).decode()
-    found = [text.index(stop) for stop in sampling.stop if stop in text]
-    reason = "stop" if found else "length"
-    return tuple(ids), text[len(done) : min(found, default=len(text))], reason
-
-
-class Reader:
-    """Reads one stream to its end, and checks on the way that nothing is missing, repeated or taken back."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self.ids = list(stream.request.resume_token_ids)
-        self.text = ""
-        self.logprobs = 0
-        self.end: Finished | Failed | None = None
-        self.ended_s = 0.0
-
-    async def read(self) -> "Reader":
-        async for event in self.stream:
-            assert self.end is None
-            match event:
-                case Tokens():
-                    assert event.index == len(self.ids)
-                    self.ids += event.token_ids
-                    self.text += event.text
-                    self.logprobs += len(event.logprobs or ())
-                case Finished():
-                    self.end = event
-                    self.text += event.text
-                case Failed():
-                    self.end = event
-        self.ended_s = trio.current_time()
-        return self
-
-    def check_undisturbed(self) -> None:
-        """All of the output, exactly as if it had been alone in the world, and a true report."""
-        request = self.stream.request
-        ids, text, reason = undisturbed(request)
-        assert isinstance(self.end, Finished), self.end
-        assert (self.end.finish_reason, self.text) == (reason, text)
-        assert self.end.usage.completion_tokens == len(ids)
-        assert self.end.usage.prompt_tokens == len((request.prompt or "").encode())
-        assert tuple(self.end.token_ids if self.end.token_ids is not None else self.ids) == ids
-        timing = self.end.timing
-        assert timing.queue_ms + timing.prefill_ms == pytest.approx(timing.ttft_ms, abs=0.01)
-        assert timing.ttft_ms <= timing.total_ms
-
-
-async def submit(pool: EnginePool, asked: GenerateRequest) -> Reader:
-    return Reader(await pool.submit(asked))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with trio.fail_after(3600):
-        while not condition():  # noqa: ASYNC110
-            await trio.sleep(0.001)
+from .harness import ENGINE, POISON, cluster, request, submit, undisturbed, until
 
 
 async def test_a_request_through_the_pool_is_as_from_one_server(autojump_clock: MockClock) -> None:
@@ -495,16 +370,24 @@ async def test_a_cancelled_stream_ends_with_the_text_that_was_held_back(autojump
 
 async def test_a_cancelled_stream_ends_even_if_its_replica_does_not_answer(autojump_clock: MockClock) -> None:
     async with cluster(1) as group:
-        reader = await submit(group.pool, request(tokens=600))
-        await trio.sleep(0.2)
-        group["a"].server._sessions.clear()
-        for session in list(group["a"].server._sessions):
-            session._deaf = True
-        group["a"].kill()
-        reader.stream.cancel()
-        await reader.read()
-        assert isinstance(reader.end, Finished)
-        assert reader.end.finish_reason == "cancelled"
+        for loss in (True, False):
+            reader = await submit(group.pool, request(tokens=600))
+            await trio.sleep(0.2)
+            if not loss:  # it hears nothing more, and says nothing
+                for session in group["a"].server._sessions:
+                    session._deaf = True
+            cancelled_s = trio.current_time()
+            reader.stream.cancel()
+            if loss:
+                group["a"].kill()
+            await reader.read()
+            assert isinstance(reader.end, Finished)
+            assert reader.end.finish_reason == "cancelled"
+            assert reader.ended_s - cancelled_s == pytest.approx(0.0 if loss else 1.0, abs=0.01)
+            if loss:
+                await group.start("a")
+                await trio.sleep(5)
+                await group.all_ready()
 
 
 async def test_drain_lets_live_requests_finish(autojump_clock: MockClock) -> None:
