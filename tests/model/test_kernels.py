@@ -1,5 +1,6 @@
 """The C++ step against transformers' own forward: shapes, long rows, splits, windows, threads, both formats."""
 
+import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,17 @@ def test_any_number_of_rows(rows: int) -> None:
     expected = own_logits(model, texts)
     got = fused_logits(runner(model, threads=2), texts, [100] * rows, 16)
     assert torch.allclose(got, expected, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_forgotten_runners_leave_no_threads() -> None:
+    def count() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    made = runner(build(), threads=4)
+    several = count()
+    del made
+    gc.collect()
+    assert count() == several - 3
 
 
 def test_the_lowest_of_equal_ids_wins() -> None:

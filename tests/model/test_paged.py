@@ -355,6 +355,16 @@ def test_without_a_compiler_the_modules_runner_says_the_same(
         PagedModel(make("llama"), total_blocks=BLOCKS, block_tokens=BLOCK, runner="fused")
 
 
+def test_auto_takes_the_fused_runner_in_bfloat16_too(make: Make) -> None:
+    try:
+        compiled.load_library(torch.bfloat16)
+    except compiled.KernelsUnavailable as error:
+        pytest.skip(f"no compiled kernels here: {error}")
+    loaded = make("llama")
+    loaded.model.to(torch.bfloat16)
+    assert PagedModel(loaded, total_blocks=BLOCKS, block_tokens=BLOCK).runner == "fused"
+
+
 def test_auto_takes_the_fused_runner_where_it_can(make: Make) -> None:
     paged(make("llama"), "fused")  # skips where there are no kernels
     assert PagedModel(make("llama"), total_blocks=BLOCKS, block_tokens=BLOCK).runner == "fused"

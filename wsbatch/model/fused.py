@@ -4,6 +4,7 @@ The module tree of transformers is read once for its weights; after that only po
 """
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -115,11 +116,13 @@ class FusedRunner:
         )
         layers = (_Layer * config.num_hidden_layers)(*(self._layer(layer) for layer in model.model.layers))
         self._runner = ctypes.c_void_p(self._library.wsbatch_create(ctypes.byref(settings), layers))
+        # Its helper threads would outlive it.
+        self._finalizer = weakref.finalize(self, self._library.wsbatch_destroy, self._runner)
         self._stage_ms = np.zeros(len(PARTS))
 
     def close(self) -> None:
-        """End the helper threads. The runner must not be used afterwards."""
-        self._library.wsbatch_destroy(self._runner)
+        """End the helper threads, as forgetting the runner does. It must not be used afterwards."""
+        self._finalizer()
 
     def breakdown_ms(self) -> dict[str, float]:
         """Milliseconds spent in each part since the last call, as the calling thread saw them."""

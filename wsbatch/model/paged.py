@@ -57,10 +57,11 @@ class PagedModel:
             "max_model_len": loaded.info.max_model_len,
         }
         reference = probe.expected(loaded.model)
+        check = {"dtype": loaded.model.dtype, "block_tokens": self._block_tokens}
         if name != "modules":
             try:
                 fused = FusedRunner(loaded.model, **sizes, threads=torch.get_num_threads())
-                wrong = probe.differs(fused.run, reference, block_tokens=self._block_tokens)
+                wrong = probe.differs(fused.run, reference, **check)
                 if wrong is None:
                     return fused
                 fused.close()
@@ -72,7 +73,7 @@ class PagedModel:
         own = loaded.model.config._attn_implementation
         try:
             modules = ModulesRunner(loaded.model, **sizes)
-            wrong = probe.differs(modules.run, reference, block_tokens=self._block_tokens)
+            wrong = probe.differs(modules.run, reference, **check)
             if wrong is not None:
                 raise refusal(loaded.model, wrong)
         except ValueError:

@@ -37,8 +37,11 @@ def blocks_needed(block_tokens: int) -> int:
     return 2 * -(-_LONG // block_tokens)
 
 
-def differs(run: Run, reference: Tensor, *, block_tokens: int) -> str | None:
-    """Run the two rows through a runner. Returns what is wrong with its logits, or None. Raises what `run` raises."""
+def differs(run: Run, reference: Tensor, *, dtype: torch.dtype, block_tokens: int) -> str | None:
+    """Run the two rows through a runner. Returns what is wrong with its logits, or None. Raises what `run` raises.
+
+    `dtype` is the model's, which says how far rounding may take two right answers apart.
+    """
     long, short = _prompts(reference.shape[-1])
     blocks = blocks_needed(block_tokens)
     mine, theirs = tuple(range(blocks // 2, blocks)), tuple(range(blocks // 2))
@@ -49,7 +52,7 @@ def differs(run: Run, reference: Tensor, *, block_tokens: int) -> str | None:
     _, logits = run(flatten(second, block_tokens=block_tokens, total_blocks=blocks), [True, True])
     wrong = (logits.float().cpu() - reference.cpu().flip(0)).abs().amax(dim=-1)  # [2]
     # Rounding: bfloat16 keeps 8 bits, and sums in another order. A wrong model is off by as much as the logits are.
-    allowed = (1e-3 if logits.dtype == reference.dtype == torch.float32 else 0.1) * reference.abs().max()
+    allowed = (1e-3 if dtype == torch.float32 else 0.1) * reference.abs().max()
     if bool((wrong <= allowed.cpu()).all()):
         return None
     return f"a ragged run gives logits off by {float(wrong.max()):.3g} from the model's own forward"
