@@ -6,6 +6,7 @@ them, and a call holds no GIL. Without a compiler, or on a processor without AVX
 
 import ctypes
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+
+_log = logging.getLogger("wsbatch.model")
 
 _SOURCES = Path(__file__).parent / "kernels"
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-w")
@@ -67,6 +70,7 @@ def _compile(compiler: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / target.name
+        _log.info("compiling the kernels with %s into %s; the next start finds them there", compiler, target)
         command = [compiler, *_FLAGS, str(_SOURCES / "step.cpp"), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILE_TIMEOUT_S)
         if done.returncode:
