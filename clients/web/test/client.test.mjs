@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { after, before, test } from "node:test";
-import { WebSocket } from "ws";
+import { WebSocket, WebSocketServer } from "ws";
 import { connect, whyRefused, WsbatchError } from "../wsbatch.js";
 import { collect, Server } from "./server.mjs";
 
@@ -82,7 +82,7 @@ test("cancel ends a generation with the reason cancelled", () =>
     assert.equal(last.finish_reason, "cancelled");
   }));
 
-test("leaving the loop cancels: the places are free again", () =>
+test("leaving the loop cancels: the places are free again", { timeout: 15_000 }, () =>
   withClient(async (client) => {
     for (let i = 0; i < 4; i++) {
       for await (const event of client.generate({ prompt: "x", max_tokens: 4000 })) {
@@ -166,13 +166,14 @@ test("a full queue's refusal is retried where it is asked for", async () => {
 });
 
 test("why there is no connection: unauthorized, full, draining, unreachable", async () => {
-  const guarded = await Server.start("--auth-token", "s3cret", "--max-connections", "1", "--drain-s", "5");
+  const guarded = await Server.start("--auth-token", "s3cret", "--max-connections", "4", "--drain-s", "5");
   const url = guarded.url;
   try {
     for (const token of [undefined, "wrong"]) {
       await assert.rejects(connect(url, { WebSocket, token }), { code: "unauthorized", status: 401 });
     }
-    const client = await connect(url, { WebSocket, token: "s3cret" });
+    const admitted = await Promise.all([1, 2, 3, 4].map(() => connect(url, { WebSocket, token: "s3cret" })));
+    const client = admitted[0];
     await assert.rejects(connect(url, { WebSocket, token: "s3cret" }), (error) => {
       assert.equal(error.code, "queue_full");
       assert.ok(error.retryAfterMs > 0);
@@ -211,6 +212,103 @@ test("bad arguments are told apart", async () => {
   await assert.rejects(connect(server.url, { WebSocket, signal: AbortSignal.abort() }), { name: "AbortError" });
   if (globalThis.WebSocket === undefined) await assert.rejects(connect(server.url), /there is no WebSocket/);
 });
+
+/** A server that says what it is told to: what a correct one never does. */
+async function scripted(answer, act) {
+  const limits = { max_model_len: 100, max_message_bytes: 1000, max_live_requests: 8, max_logprobs: 0 };
+  const hello = { type: "hello", version: 1, model: "m", server: "s", state: "ready", limits };
+  const fake = new WebSocketServer({ port: 0, host: "127.0.0.1", handleProtocols: () => "wsbatch.v1.json" });
+  fake.on("connection", (socket) => {
+    const send = (...frames) => frames.forEach((frame) => socket.send(JSON.stringify(frame)));
+    answer({ hello, send, socket });
+  });
+  await new Promise((resolve) => fake.once("listening", resolve));
+  const url = `ws://127.0.0.1:${fake.address().port}`;
+  try {
+    await act((options) => connect(url, { WebSocket, subprotocol: "wsbatch.v1.json", ...options }));
+  } finally {
+    for (const socket of fake.clients) socket.terminate();
+    fake.close();
+  }
+}
+
+const accepted = (id) => ({ type: "accepted", id, prompt_tokens: 1, requests_ahead: 0, seed: 1 });
+const tokens = (id, index, ...token_ids) => ({ type: "tokens", id, index, token_ids, text: "" });
+
+test("tokens that are missing end the generation, and cancel it", () => {
+  const heard = [];
+  return scripted(
+    ({ hello, send, socket }) => {
+      send(hello);
+      socket.on("message", (data) => {
+        const frame = JSON.parse(data);
+        heard.push(frame.type);
+        if (frame.type === "generate") send(accepted(1), tokens(1, 0, 5), tokens(1, 2, 6));
+      });
+    },
+    async (dial) => {
+      const client = await dial();
+      await assert.rejects(client.complete({ prompt: "x" }), { code: "protocol_error", message: /token 1 was due/ });
+      while (heard.length < 2) await new Promise((resolve) => setTimeout(resolve, 5));
+      assert.deepEqual(heard, ["generate", "cancel"]);
+      assert.ok(client.open);
+    },
+  );
+});
+
+test("frames that come right behind the hello are not lost, and unknown ones do no harm", () =>
+  scripted(
+    ({ hello, send }) => send(hello, { type: "weather" }, tokens(99, 0, 1), { type: "draining", deadline_ms: 7 }),
+    async (dial) => {
+      const client = await dial();
+      while (client.draining === null) await new Promise((resolve) => setTimeout(resolve, 5));
+      assert.equal(client.draining.deadline_ms, 7);
+      await assert.rejects(client.watch().next(), { code: "bad_request" });
+    },
+  ));
+
+test("a wrong version, rubbish, and an error before the hello", async () => {
+  const cases = [
+    [({ hello, send }) => send({ ...hello, version: 2 }), "protocol_error"],
+    [({ socket }) => socket.send("rubbish"), "protocol_error"],
+    [({ send }) => send({ type: "error", code: "queue_full", status: 503, message: "m", retry_after_ms: 5 }), "queue_full"],
+  ];
+  for (const [answer, code] of cases) await scripted(answer, (dial) => assert.rejects(dial(), { code }));
+});
+
+test("a silent server is pinged, and given up where it stays silent", () => {
+  const heard = [];
+  return scripted(
+    ({ hello, send, socket }) => {
+      send(hello);
+      socket.on("message", (data) => {
+        const frame = JSON.parse(data);
+        heard.push(frame.type);
+        if (frame.type === "ping" && heard.length < 3) send({ type: "pong", nonce: frame.nonce });
+      });
+    },
+    async (dial) => {
+      const client = await dial({ keepaliveMs: 20 });
+      await assert.rejects(client.complete({ prompt: "x" }), { code: "connection_lost", message: /silent/ });
+      assert.ok(heard.filter((type) => type === "ping").length >= 2);
+    },
+  );
+});
+
+test("the server's word about the connection is the reason of its end", () =>
+  scripted(
+    ({ hello, send, socket }) => {
+      send(hello);
+      socket.once("message", () => {
+        send({ type: "error", code: "slow_consumer", status: 408, message: "too slow" });
+        socket.close(1008);
+      });
+    },
+    async (dial) => {
+      const client = await dial();
+      await assert.rejects(client.complete({ prompt: "x" }), { code: "slow_consumer" });
+    },
+  ));
 
 test("a server that never answers is given up", async () => {
   const { createServer } = await import("node:net");
