@@ -13,6 +13,7 @@ from wsbatch_bench.totals import ServerTotals
 from wsbatch_bench.trace import Planned, Trace
 
 _BEAT_S = 0.05
+_CLOSED_START_S = 1.0  # over which the clients of a closed loop begin
 _LOOK_EVERY = 20  # requests between two looks at the stability
 STOPPED = "stopped_early"
 """The error of requests that were still there when a run was stopped."""
@@ -126,8 +127,10 @@ class _Generator:
         if closed is not None:
             plans = self._plan.trace.schedule(1.0)
             async with trio.open_nursery() as clients:
-                for _ in range(closed.clients):
-                    clients.start_soon(self._client, plans, closed.think_s, requests)
+                for number in range(closed.clients):
+                    # One after the other: started at once, clients of equal requests would stay in step for ever.
+                    start_s = number / closed.clients * _CLOSED_START_S
+                    clients.start_soon(self._client, plans, closed.think_s, start_s, requests)
             return
         for planned in self._plan.trace.schedule(self._plan.rate):
             if isinf(self._plan.rate) and planned.index == self._plan.warmup + self._plan.measured:
@@ -135,8 +138,9 @@ class _Generator:
             await trio.sleep_until(self._start_s + planned.at_s)
             requests.start_soon(self._send, planned, planned.at_s)
 
-    async def _client(self, plans: Iterator[Planned], think_s: float, requests: trio.Nursery) -> None:
+    async def _client(self, plans: Iterator[Planned], think_s: float, start_s: float, requests: trio.Nursery) -> None:
         """One client of a closed loop: it is due when its last answer has come and it has thought."""
+        await trio.sleep(start_s)
         while True:
             await trio.sleep(think_s)
             done = trio.Event()
