@@ -13,7 +13,7 @@ from wsbatch.messages import GenerateRequest, Hello, SamplingParams
 from wsbatch.testing.clients import BareClient, Closed, Rejected
 from wsbatch.wire import MSGPACK
 
-_TOKENS = 1000  # more than it will stay for
+_TOKENS = 5000  # more than anybody stays for
 
 
 async def _begin(stream: trio.SocketStream) -> BareClient:
