@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Show the demo; the exit status."""
     try:
         engine_config = read_settings(arguments, EngineConfig)
-        server_config = read_settings(arguments, ServerConfig)
+        server_config = read_settings(arguments, ServerConfig, allow_watch=True)
     except ValueError as error:
         complain("demo", error)
         return CANNOT_START
@@ -95,8 +95,10 @@ class _Demo:
         self.status = 0
         if not self._once:
             await write(
-                f"\nserving {server.url} until Ctrl-C; from another terminal:\n"
+                f"\nserving {server.url} until Ctrl-C; open {server.url.replace('ws', 'http', 1)} in a browser, or from "
+                "another terminal:\n"
                 f"  wsbatch chat --url {server.url}\n"
                 f'  wsbatch generate --url {server.url} "Once upon a time"\n'
+                f"  wsbatch top {server.url}\n"
             )
             await trio.sleep_forever()
