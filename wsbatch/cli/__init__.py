@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from wsbatch import __version__
-from wsbatch.cli import chat, demo, generate, serve
+from wsbatch.cli import chat, demo, generate, serve, top
 from wsbatch.cli.parsing import Parser, help_format
 
 _EPILOG = """\
@@ -12,6 +12,7 @@ start here:
   wsbatch serve --model ./my-model      serve a model of your own
   wsbatch generate "Once upon a time"   ask a running server from another terminal
   wsbatch chat                          talk to it
+  wsbatch top                           see its batch, live
 
 `wsbatch COMMAND --help` explains each command in full.
 """
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"wsbatch {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (serve, demo, generate, chat):
+    for command in (serve, demo, generate, chat, top):
         command.add_command(commands)
     arguments = parser.parse_args(argv)
     try:
