@@ -46,9 +46,10 @@ def draw_sweep(cells: Sequence[CellResult], paths: Sequence[Path], *, choice: Ch
     sizes = sorted({cell.max_batch_size for cell in cells})
     limit = choice.slo.limit("e2e_p95") if choice is not None else None
     if choice is not None and limit is not None:
-        axes.axhspan(low, min(limit, high * 1.6), color=_SLO_COLOUR, alpha=0.10, linewidth=0)
+        top = min(limit, high * 1.6)
+        axes.axhspan(low, top, color=_SLO_COLOUR, alpha=0.10, linewidth=0)
         axes.annotate(
-            f"within p95 ≤ {limit:g} s", (0.005, limit), xycoords=("axes fraction", "data"), xytext=(0, -4),
+            f"within p95 ≤ {limit:g} s", (0.005, top), xycoords=("axes fraction", "data"), xytext=(0, -4),
             textcoords="offset points", va="top", fontsize=9, color="#00704f",
         )  # fmt: skip
     frontier = pareto(cells)

@@ -2,6 +2,7 @@
 
 import argparse
 import platform
+import sys
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         costs = parse_costs(arguments.costs) if arguments.costs else None
         sweep = _sweep(arguments, costs)
     except (ValueError, OSError) as error:
-        print(f"wsbatch-bench sweep: {error}")
+        print(f"wsbatch-bench sweep: {error}", file=sys.stderr)
         return 2
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)

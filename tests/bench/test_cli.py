@@ -1,0 +1,156 @@
+"""The command line: what each command prints, keeps and exits with. One test starts a server on a real socket."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from wsbatch_bench.cli import main
+
+COSTS = "tau_ms=10,alpha_ms=1,beta_ms=0.1"
+SHORT = ["--prompt-lengths", "fixed:tokens=8", "--output-lengths", "fixed:tokens=4"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WSBATCH_CACHE", str(tmp_path / "cache"))
+
+
+def run(*argv: str) -> int:
+    with pytest.raises(SystemExit) as exited:
+        main(argv)
+    assert isinstance(exited.value.code, int)
+    return exited.value.code
+
+
+def sweep(out: Path, *more: str) -> int:
+    return run(
+        "sweep", "--out", str(out), "--costs", COSTS, "--capacity", "60", "--num-prompts", "60",
+        "--setting", "dynamic:max_batch_size=4", "--setting", "continuous:max_batch_size=4", *SHORT, *more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "command", ["load", "compare", "calibrate", "sweep", "choose", "study", "static", "scaling", "offline"]
+)
+def test_every_command_has_help_to_work_from(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, "--help") == 0
+    assert "example" in capsys.readouterr().out
+
+
+def test_a_dry_run_lists_cells_and_their_time_and_measures_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep(tmp_path, "--dry-run") == 0
+    printed = capsys.readouterr().out
+    assert "6 cells, 6 to measure: about" in printed
+    assert printed.count("dynamic b4 w0") == 3
+    assert (tmp_path / "cells.jsonl").read_text() == ""
+
+
+def test_a_sweep_is_kept_resumed_and_chosen_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep(tmp_path, "--slo", "e2e_p95<=5s") == 0
+    first = capsys.readouterr().out
+    assert "chosen" in first
+    document = json.loads((tmp_path / "sweep.json").read_text())
+    assert len(document["cells"]) == 6
+    assert document["meta"]["trace_sha256"]
+    assert sweep(tmp_path, "--resume") == 0
+    assert "6 cells, 0 to measure" in capsys.readouterr().out
+
+    assert run("choose", str(tmp_path), "--slo", "e2e_p95<=5s", "--refine", "1") == 0
+    assert "serve it   wsbatch serve --model simulated --scheduler" in capsys.readouterr().out
+    # 60 answers of 60 are at least 95 % for certain, but not 99 %.
+    assert run("choose", str(tmp_path), "--slo", "success>=95%") == 0
+    assert run("choose", str(tmp_path), "--slo", "success>=99%") == 5
+    assert run("choose", str(tmp_path), "--slo", "e2e_p95<=1ms") == 4
+    assert run("choose", str(tmp_path), "--slo", "nonsense") == 2
+    assert run("choose", str(tmp_path / "nowhere"), "--slo", "e2e_p95<=1s") == 2
+
+
+def test_the_commands_that_need_no_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model", "simulated", "--costs", COSTS]
+    assert run("scaling", *model, "--sizes", "1,4", "--output-tokens", "6", "--out", str(tmp_path)) == 0
+    assert "the same tokens in 4 of 4 rows" in capsys.readouterr().out
+    assert run("static", *model, "--sizes", "2,4", "--requests", "8", "--out", str(tmp_path)) == 0
+    assert "248 issued, 52 useful: 79.0% wasted" in capsys.readouterr().out
+    workload = tmp_path / "workload.json"
+    assert run("offline", *model, "--num-prompts", "8", *SHORT, "--workload-out", str(workload)) == 0
+    assert "32 output tokens" in capsys.readouterr().out.replace("\n", " ")
+    assert [each["max_tokens"] for each in json.loads(workload.read_text())] == [4] * 8
+    # What `scaling` fitted is what `sweep` takes.
+    assert run("sweep", "--out", str(tmp_path / "s"), "--costs", str(tmp_path / "costs.json"), "--dry-run",
+               "--capacity", "1", "--setting", "dynamic:max_batch_size=1") == 0  # fmt: skip
+
+
+def test_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("study", "anchors", "--costs", COSTS, "--num-prompts", "20", "--capacity", "20", *SHORT, "--out",
+               str(tmp_path)) == 0  # fmt: skip
+    assert capsys.readouterr().out.count("| dynamic b8 w20 wait_anchor=idle |") == 3
+    assert {path.suffix for path in tmp_path.glob("anchors.*")} == {".md", ".json", ".png", ".svg"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "word"),
+    [
+        (["load", "ftp://x"], 2, "url must be"),
+        (["load", "http://127.0.0.1:1/v1/completions"], 2, "--model is required"),
+        (["load", "ws://127.0.0.1:1", "--request-rate", "0"], 2, "above 0"),
+        (["load", "ws://127.0.0.1:1", "--goodput", "ttfb:3"], 2, "none of ttft"),
+        (["load", "ws://127.0.0.1:1", "--output-lengths", "gauss:mean=3"], 2, "none of"),
+        (["load", "ws://127.0.0.1:1", "--trace", "/nowhere.jsonl"], 2, "No such file"),
+        (["load", "ws://127.0.0.1:1", "--request-rate", "1"], 1, "cannot connect"),
+        (["sweep", "--out", "x", "--setting", "dynamic"], 2, "max_batch_size is required"),
+        (["sweep", "--out", "x", "--slo", "soon"], 2, "must be METRIC"),
+        (["sweep", "--out", "x", "--costs", "tau_ms=1"], 2, "alpha_ms is required"),
+        (["scaling", "--sizes", "0"], 2, "at least 1"),
+        (["static", "--rows", "7"], 2, "ROWSxTOKENS"),
+        (["compare", "/nowhere.json"], 2, "FileNotFoundError"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    argv: list[str], status: int, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*argv) == status
+    assert word in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_load_on_a_real_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one test over a socket: what comes out must add up; how long it took says nothing here."""
+    command = [sys.executable, "-m", "wsbatch", "serve", "--model", "simulated:tau_ms=2,alpha_ms=0.1,beta_ms=0.01"]
+    with subprocess.Popen(
+        [*command, "--port", "0", "--log-level", "error"], stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        try:
+            url = server.stdout.readline().split()[-1]
+            argv = ["load", url, "--request-rate", "40", "--num-prompts", "30", *SHORT, "--goodput", "e2el:60000",
+                    "--max-lag-ms", "60000", "--save-result", "--result-dir", str(tmp_path)]  # fmt: skip
+            assert run(*argv) == 0
+            assert run("load", url, "--num-prompts", "5", *SHORT, "--max-lag-ms", "0") == 3  # nobody is that punctual
+        finally:
+            server.terminate()
+    printed = capsys.readouterr().out
+    assert "measured requests    30, answered 30" in printed
+    assert "INVALID" in printed
+    (path,) = (path for path in tmp_path.glob("wsbatch-*.json"))
+    result = json.loads(path.read_text())
+    assert result["completed"] == 30
+    assert (
+        result["wsbatch"]["client_tokens"] == result["wsbatch"]["server_tokens"] == 4 * result["wsbatch"]["sent_in_all"]
+    )
+    for key in (
+        "request_throughput",
+        "request_goodput",
+        "output_throughput",
+        "p99_ttft_ms",
+        "mean_tpot_ms",
+        "p95_e2el_ms",
+    ):
+        assert result[key] > 0
+    parts = result["wsbatch"]["ttft_parts_p95"]
+    assert sum(parts.values()) == pytest.approx(result["p95_ttft_ms"] / 1000, abs=1e-6)
+    assert run("compare", str(path)) == 0
+    assert run("load", url, "--trace", str(path.with_suffix(".trace.jsonl")), "--request-rate", "5") == 1  # it is gone
