@@ -95,8 +95,9 @@ class _Demo:
         self.status = 0
         if not self._once:
             await write(
-                f"\nserving {server.url} until Ctrl-C; open {server.url.replace('ws', 'http', 1)} in a browser, or from "
-                "another terminal:\n"
+                f"\nserving {server.url} until Ctrl-C; in a browser:\n"
+                f"  {server.url.replace('ws', 'http', 1)}\n"
+                f"or from another terminal:\n"
                 f"  wsbatch chat --url {server.url}\n"
                 f'  wsbatch generate --url {server.url} "Once upon a time"\n'
                 f"  wsbatch top {server.url}\n"
