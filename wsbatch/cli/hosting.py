@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
@@ -15,10 +15,10 @@ from wsbatch.cli.parsing import complain
 from wsbatch.cli.progress import LoadProgress, load_progress
 from wsbatch.cli.settings import in_flags
 from wsbatch.config import EngineConfig, ServerConfig
-from wsbatch.errors import EngineDead
+from wsbatch.errors import ConnectionLost, EngineDead
 
 if TYPE_CHECKING:
-    from wsbatch.batch_engine import BatchEngine
+    from wsbatch.engine import Engine
     from wsbatch.server import Server
 
 LOG = logging.getLogger("wsbatch.cli")
@@ -44,6 +44,7 @@ _SWITCH_INTERVAL_S = 0.0005
 _LAST_STEP_S = 5.0
 
 Visit: TypeAlias = Callable[["Server"], Awaitable[None]]
+Opening: TypeAlias = Callable[[], AbstractAsyncContextManager["Engine"]]
 
 
 def set_up_logging(level: str) -> None:
@@ -57,21 +58,33 @@ def host(command: str, engine_config: EngineConfig, server_config: ServerConfig,
 
     `visit` is run once the server listens; when it returns, the server stops as it does for a signal.
     """
+    with load_progress() as progress:
+
+        def opening() -> AbstractAsyncContextManager["Engine"]:
+            from wsbatch.opening import open_engine
+
+            LOG.info("loading model %s", engine_config.model)
+            return open_engine(engine_config, progress=progress)
+
+        return host_engine(command, opening, server_config, visit=visit, progress=progress)
+
+
+def host_engine(
+    command: str, opening: Opening, server_config: ServerConfig, *, visit: Visit, progress: LoadProgress | None = None
+) -> int:
+    """Serve the engine that `opening` opens, until a signal comes; the exit status. `progress` is of its loading."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         # Here, because the base install has none of it.
-        import wsbatch.opening
         import wsbatch.server  # noqa: F401
     except ModuleNotFoundError as error:
         complain(command, f"{error.name} is not installed: a server needs `pip install 'wsbatch[server]'`")
         return CANNOT_START
-    with load_progress() as progress:
-        hosting = _Hosting(engine_config, server_config, visit=visit, progress=progress)
-        try:
-            return trio.run(hosting.run)
-        except _CannotStart as error:
-            complain(command, in_flags(error))
-            return CANNOT_START
+    try:
+        return trio.run(_Hosting(opening, server_config, visit=visit, progress=progress).run)
+    except _CannotStart as error:
+        complain(command, in_flags(error))
+        return CANNOT_START
 
 
 class _CannotStart(Exception):
@@ -80,9 +93,9 @@ class _CannotStart(Exception):
 
 class _Hosting:
     def __init__(
-        self, engine_config: EngineConfig, server_config: ServerConfig, *, visit: Visit, progress: LoadProgress
+        self, opening: Opening, server_config: ServerConfig, *, visit: Visit, progress: LoadProgress | None
     ) -> None:
-        self._engine_config = engine_config
+        self._opening = opening
         self._server_config = server_config
         self._visit = visit
         self._progress = progress
@@ -91,27 +104,24 @@ class _Hosting:
 
     async def run(self) -> int:
         """The whole life; returns the exit status, or leaves the process where the model's thread would hold it."""
-        from wsbatch.opening import open_engine
-
-        LOG.info("loading model %s", self._engine_config.model)
         with self._signals():
             try:
-                async with open_engine(self._engine_config, progress=self._progress) as engine:
-                    self._progress.close()
+                async with self._opening() as engine:
+                    self._close_progress()
                     LOG.info("model loaded: %s", _facts(engine))
                     await self._serve(engine)
                     # Leaving open_engine waits for the step in flight, which may never end.
                     trio.lowlevel.spawn_system_task(_leave_after_last_step)
             except EngineDead:
                 return ENGINE_DIED
-            except (OSError, ValueError, ModuleNotFoundError) as error:
+            except (OSError, ValueError, ModuleNotFoundError, ConnectionLost) as error:
                 if self._server is not None:
                     raise
                 raise _CannotStart(error) from error
         LOG.info("stopped")
         return STOPPED
 
-    async def _serve(self, engine: "BatchEngine") -> None:
+    async def _serve(self, engine: "Engine") -> None:
         """From listening to the end of the last connection."""
         failure: _CannotStart | None = None
         async with trio.open_nursery() as nursery:
@@ -129,7 +139,7 @@ class _Hosting:
             raise failure
 
     async def _serve_to_end(
-        self, engine: "BatchEngine", rest: trio.CancelScope, *, task_status: trio.TaskStatus["Server"]
+        self, engine: "Engine", rest: trio.CancelScope, *, task_status: trio.TaskStatus["Server"]
     ) -> None:
         from wsbatch.server import serve
 
@@ -175,12 +185,16 @@ class _Hosting:
 
     def _stop(self, number: int) -> None:
         if self._server is None:  # nobody is served yet, and a thread that is loading cannot be stopped
-            self._progress.close()
+            self._close_progress()
             _leave(128 + number)
         self._asked_to_stop.set()
 
+    def _close_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
 
-def _facts(engine: "BatchEngine") -> str:
+
+def _facts(engine: "Engine") -> str:
     info = engine.info
     return f"{info.name} in {info.dtype} on {info.device}, {info.max_model_len} tokens of context"
 

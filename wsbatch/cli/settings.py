@@ -43,7 +43,7 @@ def read_settings(arguments: argparse.Namespace, config: type[_Config], **defaul
 
 def in_flags(error: Exception) -> str:
     """The error's message with `EngineConfig.max_batch_size` as the flag that sets it."""
-    return re.sub(r"\b(?:Engine|Server)Config\.(\w+)", lambda found: _flag(found[1]), str(error))
+    return re.sub(r"\b(?:Engine|Server|Pool|Fleet)Config\.(\w+)", lambda found: _flag(found[1]), str(error))
 
 
 def _flag(name: str) -> str:

@@ -7,7 +7,7 @@ A replica is any wsbatch server of the same model. How requests find one, and wh
 docs/replicas.md.
 """
 
-from wsbatch.pool.config import PoolConfig
+from wsbatch.config import PoolConfig
 from wsbatch.pool.engine_pool import EnginePool
 from wsbatch.pool.opening import open_pool
 from wsbatch.pool.replica import Dial, Replica

@@ -9,11 +9,11 @@ import trio
 
 from wsbatch.batching.picture import Picture, Watcher
 from wsbatch.client.errors import ProtocolError
+from wsbatch.config import PoolConfig
 from wsbatch.engine import EngineState
 from wsbatch.errors import Draining, QueueFull, RequestError
 from wsbatch.messages import Failed, Finished, GenerateRequest, Hello, Status
 from wsbatch.metrics import EngineMetrics
-from wsbatch.pool.config import PoolConfig
 from wsbatch.pool.metrics import PoolMetrics
 from wsbatch.pool.placing import PrefixTable, choose
 from wsbatch.pool.replica import Dial, Kind, Replica

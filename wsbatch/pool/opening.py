@@ -7,8 +7,8 @@ import trio
 
 from wsbatch.client import connect
 from wsbatch.client.dial import parse_url
+from wsbatch.config import PoolConfig
 from wsbatch.errors import ConnectionLost
-from wsbatch.pool.config import PoolConfig
 from wsbatch.pool.engine_pool import EnginePool
 from wsbatch.pool.replica import Dial
 

@@ -10,9 +10,9 @@ import trio
 
 from wsbatch.client import Client
 from wsbatch.client.stream import Sink
+from wsbatch.config import PoolConfig
 from wsbatch.errors import ConnectionLost, QueueFull, WsbatchError
 from wsbatch.messages import Hello, Status
-from wsbatch.pool.config import PoolConfig
 
 _logger = logging.getLogger("wsbatch.pool")
 
@@ -162,7 +162,7 @@ class Replica:
             self.hello = first.hello
             self._gone = trio.Event()
             self._clients.append(first)
-            self._tell(f"is there: {first.hello.model} in {first.hello.dtype}")
+            self._tell(f"is there: {first.hello.model} in {first.hello.dtype}", logging.INFO)
             self._heard(status)
             async with trio.open_nursery() as nursery:
                 for _ in range(self._config.connections - 1):
@@ -241,11 +241,11 @@ class Replica:
         for attempt in attempts:
             attempt.lost(why)
 
-    def _tell(self, what: str) -> None:
+    def _tell(self, what: str, level: int = logging.WARNING) -> None:
         """Log it, once: a replica that stays away would say the same every few seconds."""
         if what != self._told:
             self._told = what
-            _logger.warning("replica %s %s", self.name, what)
+            _logger.log(level, "replica %s %s", self.name, what)
 
     def _free_client(self) -> Client | None:
         """The connection with the fewest requests; None where all have as many as the replica allows."""
