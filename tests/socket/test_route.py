@@ -95,7 +95,7 @@ async def test_a_replica_killed_under_load_loses_and_changes_nothing(
         for server in servers[1:]:
             server.process.kill()
             server.end()
-        while "\nwsbatch_replicas_ready 0.0\n" not in await metrics(url):  # until the router has noticed
+        while "\nwsbatch_replicas_ready 0.0\n" not in await metrics(url):  # noqa: ASYNC110
             await trio.sleep(0.01)
         with pytest.raises(QueueFull, match="no replica is there"):
             await client.complete("too late", max_tokens=1)
