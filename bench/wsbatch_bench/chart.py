@@ -46,11 +46,12 @@ def draw_sweep(cells: Sequence[CellResult], paths: Sequence[Path], *, choice: Ch
     sizes = sorted({cell.max_batch_size for cell in cells})
     limit = choice.slo.limit("e2e_p95") if choice is not None else None
     if choice is not None and limit is not None:
-        top = min(limit, high * 1.6)
+        top = min(max(limit, low), high * 1.6)
         axes.axhspan(low, top, color=_SLO_COLOUR, alpha=0.10, linewidth=0)
         axes.annotate(
-            f"within p95 ≤ {limit:g} s", (0.005, top), xycoords=("axes fraction", "data"), xytext=(0, -4),
-            textcoords="offset points", va="top", fontsize=9, color="#00704f",
+            f"within p95 ≤ {limit:g} s" if limit > low else f"nothing is within p95 ≤ {limit:g} s", (0.005, top),
+            xycoords=("axes fraction", "data"), xytext=(0, -4 if limit > low else 4), textcoords="offset points",
+            va="top" if limit > low else "bottom", fontsize=9, color="#00704f",
         )  # fmt: skip
     frontier = pareto(cells)
     axes.plot(

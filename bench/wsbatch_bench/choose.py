@@ -31,10 +31,11 @@ class Capacity:
     beyond: CellResult | None
 
     @property
-    def order(self) -> tuple[float, int, float, str]:
-        """Best first: the highest rate by its lower bound, then the smaller batch, then the smaller wait."""
+    def order(self) -> tuple[float, int, float, float, str]:
+        """Best first: the highest rate by its lower bound, the smaller batch, the smaller wait, the lower p95."""
         setting = self.setting
-        return (-self.passed, setting.max_batch_size, setting.max_wait_ms, setting.label)
+        p95_s = inf if self.at is None else self.at.e2e_p95_s
+        return (-self.passed, setting.max_batch_size, setting.max_wait_ms, p95_s, setting.label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,9 @@ class Choice:
             return f"{second.setting.label} carries {second.passed:.4g} requests/s within the SLO{beyond}"
         if best.setting.max_batch_size != second.setting.max_batch_size:
             return "both carry the same rate; the smaller batch keeps more room"
-        return "both carry the same rate with the same batch; the shorter wait costs less"
+        if best.setting.max_wait_ms != second.setting.max_wait_ms:
+            return "both carry the same rate with the same batch; the shorter wait costs less"
+        return f"both carry the same rate; its p95 end to end is {best.at.e2e_p95_s:.3g} s, not {second.at.e2e_p95_s:.3g} s"
 
 
 def choose(cells: Sequence[CellResult], slo: Slo) -> Choice:

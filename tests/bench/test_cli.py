@@ -27,7 +27,7 @@ def run(*argv: str) -> int:
 
 def sweep(out: Path, *more: str) -> int:
     return run(
-        "sweep", "--out", str(out), "--costs", COSTS, "--capacity", "60", "--num-prompts", "60",
+        "sweep", "--out", str(out), "--costs", COSTS, "--capacity", "60", "--num-prompts", "120",
         "--setting", "dynamic:max_batch_size=4", "--setting", "continuous:max_batch_size=4", *SHORT, *more,
     )  # fmt: skip
 
@@ -62,7 +62,7 @@ def test_a_sweep_is_kept_resumed_and_chosen_from(tmp_path: Path, capsys: pytest.
 
     assert run("choose", str(tmp_path), "--slo", "e2e_p95<=5s", "--refine", "1") == 0
     assert "serve it   wsbatch serve --model simulated --scheduler" in capsys.readouterr().out
-    # 60 answers of 60 are at least 95 % for certain, but not 99 %.
+    # 120 answers of 120 are at least 95 % for certain, but not 99 %.
     assert run("choose", str(tmp_path), "--slo", "success>=95%") == 0
     assert run("choose", str(tmp_path), "--slo", "success>=99%") == 5
     assert run("choose", str(tmp_path), "--slo", "e2e_p95<=1ms") == 4

@@ -1,0 +1,125 @@
+"""`wsbatch-bench soak`: a server process under a mixed, partly rude load for a long time."""
+
+import argparse
+import sys
+from functools import partial
+
+import trio
+
+from wsbatch.cli.parsing import Commands, add_parser
+from wsbatch_bench.quantiles import observed_quantile
+from wsbatch_bench.server_process import Sample, raise_descriptor_limit, serving_process
+from wsbatch_bench.soak import SoakPlan, SoakRun, left_over, soak, trends
+
+NOT_FLAT = 3
+_MIN_SECONDS = 6.0
+
+_DESCRIPTION = """\
+Start a server and keep it under load: patient streams, clients that cancel, readers that stop, and
+clients that vanish (reset, half-close, silence, in mid-frame). The report says whether memory,
+descriptors, tasks and latency stayed flat, and whether the server is as it was when all are gone.
+"""
+
+_EPILOG = f"""\
+examples:
+  wsbatch-bench soak                          three minutes, a thousand vanishing clients
+  wsbatch-bench soak --seconds 86400 --model demo
+  wsbatch-bench soak --seconds 30 --idle 10000 --vanish 0
+
+exit statuses: 0 flat; 2 bad usage or no server; {NOT_FLAT} something grew, or was left over (the report says what)
+"""
+
+
+def add_command(commands: Commands) -> None:
+    """Add `soak` to the command line."""
+    parser = add_parser(
+        commands, "soak", help="a long mixed load: does anything grow?", description=_DESCRIPTION, epilog=_EPILOG
+    )
+    parser.add_argument("--seconds", type=float, default=180.0, metavar="S", help="default: %(default)g")
+    parser.add_argument(
+        "--model", default="simulated:tau_ms=10,alpha_ms=0.1,beta_ms=0.02", metavar="TEXT", help="default: %(default)s"
+    )
+    parser.add_argument("--scheduler", choices=("dynamic", "continuous"), default="continuous")
+    parser.add_argument("--streams", type=int, default=16, metavar="N", help="patient clients (default: %(default)s)")
+    parser.add_argument("--cancelling", type=int, default=4, metavar="N", help="default: %(default)s")
+    parser.add_argument("--slow", type=int, default=4, metavar="N", help="readers that stop (default: %(default)s)")
+    parser.add_argument("--vanish", type=int, default=1000, metavar="N", help="in all (default: %(default)s)")
+    parser.add_argument("--idle", type=int, default=0, metavar="N", help="idle connections (default: %(default)s)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Soak, and print the report; the exit status."""
+    if arguments.seconds < _MIN_SECONDS:
+        return _complain(f"--seconds is {arguments.seconds:g}: must be at least {_MIN_SECONDS:g}")
+    plan = SoakPlan(
+        duration_s=arguments.seconds,
+        streams=arguments.streams,
+        vanishing=arguments.vanish,
+        cancelling=arguments.cancelling,
+        slow=arguments.slow,
+        idle=arguments.idle,
+    )
+    most = raise_descriptor_limit()
+    if plan.idle > most - 500:
+        return _complain(f"--idle is {plan.idle}: this system lets a process open {most} files")
+    try:
+        done = trio.run(_soak, arguments, plan)
+    except RuntimeError as error:
+        return _complain(str(error))
+    lines, good = report(done)
+    print("\n".join(lines))
+    return 0 if good else NOT_FLAT
+
+
+async def _soak(arguments: argparse.Namespace, plan: SoakPlan) -> SoakRun:
+    flags = ["--model", arguments.model, "--scheduler", arguments.scheduler]
+    # Silence is noticed soon, so that what the silent hold is part of the steady state.
+    flags += ["--ping-interval-s", "2", "--ping-timeout-s", "5", "--send-timeout-s", "2", "--close-timeout-s", "1"]
+    flags += ["--max-connections", str(plan.idle + 1024)]
+    async with serving_process(*flags) as server:
+        return await soak(server, plan)
+
+
+def report(run: SoakRun) -> tuple[list[str], bool]:
+    """The report, and whether all is well."""
+    plan, good = run.plan, True
+    kinds = ", ".join(f"{count} {what}" for what, count in run.count.most_common())
+    lines = [f"{plan.duration_s:g} s, {plan.streams} patient streams; {kinds}", ""]
+    assert run.before is not None
+    if run.idle is not None:
+        each = (run.idle.rss_bytes - run.before.rss_bytes) / plan.idle / 1024
+        opened = run.idle.values["wsbatch_connections"]
+        good = opened == plan.idle
+        p99 = partial(observed_quantile, q=0.99)
+        alone, beside = p99(run.alone_gaps_s), p99(run.beside_idle_gaps_s)
+        lines += [
+            f"{opened:.0f} idle connections: {each:.1f} KiB each",
+            f"time between a stream's tokens, p99: {1000 * alone:.1f} ms without them, {1000 * beside:.1f} ms with them",
+            "",
+        ]
+    for trend in trends(run):
+        good &= trend.flat
+        lines.append(
+            f"{trend.name:<26}{trend.mean:10.1f} {trend.unit:<4} {trend.growth:+9.2f} over the window, "
+            f"{trend.allowed:.1f} allowed: {'flat' if trend.flat else 'NOT FLAT'}"
+        )
+    lag_s = run.samples[-1].lag_quantile_s(run.samples[0], 0.99)
+    lines += [f"{'event loop, lateness p99':<26}  ≤ {1000 * lag_s:g} ms", ""]
+    assert run.after is not None
+    left = {what: count for what, count in left_over(run.after, run.before).items() if count}
+    good &= not left
+    sizes = f"{_memory(run.before)} before, {_memory(run.after)} after"
+    lines.append(f"when all were gone: {left or 'nothing left over'}; {sizes}")
+    failed = {what: count for what, count in run.count.items() if "failed" in what or "lost" in what}
+    good &= not failed
+    return [*lines, "verdict: " + ("flat" if good else "NOT FLAT")], good
+
+
+def _memory(sample: Sample) -> str:
+    return f"{sample.rss_bytes / 2**20:.1f} MiB"
+
+
+def _complain(message: str) -> int:
+    print(f"wsbatch-bench soak: {message}", file=sys.stderr)
+    return 2
