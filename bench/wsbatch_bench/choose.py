@@ -82,7 +82,8 @@ class Choice:
             return "both carry the same rate; the smaller batch keeps more room"
         if best.setting.max_wait_ms != second.setting.max_wait_ms:
             return "both carry the same rate with the same batch; the shorter wait costs less"
-        return f"both carry the same rate; its p95 end to end is {best.at.e2e_p95_s:.3g} s, not {second.at.e2e_p95_s:.3g} s"
+        lower, higher = best.at.e2e_p95_s, second.at.e2e_p95_s
+        return f"both carry the same rate; its p95 end to end is {lower:.3g} s, not {higher:.3g} s"
 
 
 def choose(cells: Sequence[CellResult], slo: Slo) -> Choice:
