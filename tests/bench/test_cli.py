@@ -33,7 +33,7 @@ def sweep(out: Path, *more: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "command", ["load", "compare", "calibrate", "sweep", "choose", "study", "static", "scaling", "offline"]
+    "command", ["load", "compare", "calibrate", "sweep", "choose", "study", "static", "scaling", "stall", "offline"]
 )
 def test_every_command_has_help_to_work_from(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command, "--help") == 0
@@ -80,6 +80,8 @@ def test_the_commands_that_need_no_server(tmp_path: Path, capsys: pytest.Capture
     assert run("offline", *model, "--num-prompts", "8", *SHORT, "--workload-out", str(workload)) == 0
     assert "32 output tokens" in capsys.readouterr().out.replace("\n", " ")
     assert [each["max_tokens"] for each in json.loads(workload.read_text())] == [4] * 8
+    assert run("stall", *model, "--chunks", "256,4096") == 0
+    assert capsys.readouterr().out.count(" ms ") == 4
     # What `scaling` fitted is what `sweep` takes.
     assert run("sweep", "--out", str(tmp_path / "s"), "--costs", str(tmp_path / "costs.json"), "--dry-run",
                "--capacity", "1", "--setting", "dynamic:max_batch_size=1") == 0  # fmt: skip

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from wsbatch.config import EngineConfig
 from wsbatch.model.simulated import SimulatedModel, StepCosts
 from wsbatch.opening import make_scheduler
 from wsbatch_bench.bare_loop import LoopRequest, SteppedModel, run_loop
@@ -14,6 +15,7 @@ from wsbatch_bench.lengths import parse_lengths
 from wsbatch_bench.scaling import Scaling, batch_requests, measure_scaling
 from wsbatch_bench.scaling_chart import draw_scaling
 from wsbatch_bench.setting import Setting
+from wsbatch_bench.stall import StallPoint, measure_stall
 from wsbatch_bench.static_batch import measure_batches, pooled_waste
 from wsbatch_bench.static_charts import draw_timeline, draw_waste
 from wsbatch_bench.step_fit import StepSample, fit_steps
@@ -160,3 +162,24 @@ def test_the_charts_are_drawn(tmp_path: Path) -> None:
     draw_waste({2: batches}, {2: 0.3}, [tmp_path / "waste.svg"], title="waste")
     draw_scaling(scaling("dynamic"), [tmp_path / "scaling.png"], efficiency=0.5, title="scaling")
     assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".svg"}
+
+
+def stall(chunk_tokens: int) -> StallPoint:
+    config = EngineConfig(
+        model="simulated",
+        scheduler="continuous",
+        max_batch_size=9,
+        prefill_chunk_tokens=chunk_tokens,
+        max_batch_prefill_tokens=4096,
+    )
+    return measure_stall(config, streams=8, prompt_tokens=32, newcomer_tokens=4000, make_prompt=PROMPTS, costs=COSTS)
+
+
+def test_chunks_bound_the_gap_that_a_long_prompt_makes() -> None:
+    chunked, whole = stall(250), stall(4000)
+    decode_s = 0.010 + 8 * 0.001
+    assert chunked.gap_before_s == pytest.approx(decode_s)
+    assert chunked.longest_gap_s == pytest.approx(decode_s + 250 * 0.0005)
+    assert whole.longest_gap_s == pytest.approx(decode_s + 4000 * 0.0005)
+    assert chunked.newcomer_ttft_s > whole.newcomer_ttft_s  # the price
+    assert chunked.tokens_per_s > 10 * whole.tokens_per_s

@@ -13,6 +13,7 @@ from wsbatch_bench.choose import choose
 from wsbatch_bench.cli.workload import WORKLOAD_HELP, add_workload, read_trace, read_warmups
 from wsbatch_bench.costs import DEFAULT_COSTS, Costs, costs_json, parse_costs, same_for_both
 from wsbatch_bench.html_report import choice_lines
+from wsbatch_bench.lengths import DEFAULT_OUTPUTS, DEFAULT_PROMPTS
 from wsbatch_bench.setting import BATCH_SIZES, Setting, default_grid, parse_setting
 from wsbatch_bench.slo import parse_slo
 from wsbatch_bench.stage import RealStage, Stage, VirtualStage
@@ -137,8 +138,11 @@ def _capacity(sweep: Sweep, results: Results, *, dry_run: bool) -> float:
 def _meta(arguments: argparse.Namespace, sweep: Sweep, capacity: float, costs: Costs | None) -> dict[str, object]:
     model = arguments.model if arguments.engine == "real" else "simulated"
     shown = "" if arguments.engine == "real" else ", in virtual time"
+    title = f"{model} model{shown}: {sweep.trace.arrivals} arrivals, {sweep.measured} requests a point"
+    if (sweep.trace.prompts, sweep.trace.outputs) != (DEFAULT_PROMPTS, DEFAULT_OUTPUTS):
+        title += f"\nnot the standard lengths: prompts {sweep.trace.prompts}, outputs {sweep.trace.outputs}"
     return {
-        "title": f"{model} model{shown}: {sweep.trace.arrivals} arrivals, {sweep.measured} requests a point",
+        "title": title,
         "engine": arguments.engine,
         "model": model,
         "serve_flags": arguments.serve_flag,
