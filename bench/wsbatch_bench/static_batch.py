@@ -1,7 +1,9 @@
 """What a batch run to completion costs: token slots nobody asked for, and rows held back by longer ones."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from wsbatch.opening import make_scheduler
 from wsbatch_bench.bare_loop import Clock, LoopRequest, LoopRow, LoopStep, Runs, run_loop
@@ -83,10 +85,11 @@ def measure_batches(model: Runs, requests: Sequence[LoopRequest], setting: Setti
     batches: dict[float, list[LoopRow]] = {}
     for row in run.rows:
         batches.setdefault(row.started_s, []).append(row)
-    ends = [*list(batches)[1:], float("inf")]
+    starts_s = [step.start_s for step in run.steps]
+    bounds = [*(bisect_left(starts_s, start_s) for start_s in batches), len(starts_s)]
     return [
-        _cost(start_s, rows, [step for step in run.steps if start_s <= step.start_s < end_s])
-        for (start_s, rows), end_s in zip(batches.items(), ends, strict=True)
+        _cost(start_s, rows, run.steps[first:last])
+        for (start_s, rows), (first, last) in zip(batches.items(), pairwise(bounds), strict=True)
     ]
 
 

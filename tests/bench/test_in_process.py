@@ -182,4 +182,4 @@ def test_chunks_bound_the_gap_that_a_long_prompt_makes() -> None:
     assert chunked.longest_gap_s == pytest.approx(decode_s + 250 * 0.0005)
     assert whole.longest_gap_s == pytest.approx(decode_s + 4000 * 0.0005)
     assert chunked.newcomer_ttft_s > whole.newcomer_ttft_s  # the price
-    assert chunked.tokens_per_s > 10 * whole.tokens_per_s
+    assert chunked.tokens_per_s > 5 * whole.tokens_per_s
