@@ -37,7 +37,8 @@ def test_the_interval_of_p95_covers_the_truth() -> None:
     """2,000 runs of 200 requests with lognormal latencies."""
     rng = random.Random(1)
     samples = [[rng.lognormvariate(0, 1) for _ in range(200)] for _ in range(2000)]
-    assert covered(samples, exp(1.6448536)) >= 0.94
+    # At least 94 % is what is promised; much more would be an interval that says less than it could.
+    assert 0.96 <= covered(samples, exp(1.6448536)) <= 0.99
     assert all(quantile_interval(sample, 0.95).high < inf for sample in samples[:100])
 
 
@@ -94,12 +95,14 @@ def queue(rho: float, arrivals: int, seed: int, *, room: int = 10**9) -> list[So
     rng = random.Random(seed)
     now = free_s = 0.0
     sojourns: list[Sojourn] = []
+    present: list[float] = []  # when each of those in the system leaves
     for _ in range(arrivals):
         now += rng.expovariate(rho)
-        if sum(each.left_s > now for each in sojourns[-room - 1 :] if each.ok) > room:
+        if len(present := [left_s for left_s in present if left_s > now]) >= room:
             sojourns.append(Sojourn(now, now, ok=False))
             continue
         free_s = max(free_s, now) + rng.expovariate(1)
+        present.append(free_s)
         sojourns.append(Sojourn(now, free_s, ok=True))
     return sojourns
 
@@ -124,6 +127,14 @@ def test_an_overloaded_queue_is_called_unstable() -> None:
 
 def test_a_server_that_sheds_has_not_kept_up() -> None:
     assert verdicts(1.5, room=20).count("unstable") >= 55
+
+
+def test_a_rise_that_is_sure_but_small_is_no_instability() -> None:
+    """From 10 to 14 in the system over 400 arrivals: a significant trend, of one arrival in a hundred."""
+    sojourns = [Sojourn(float(at), at + 10 + at / 100, ok=True) for at in range(400)]
+    stability = judge(sojourns, 50.0, 400.0)
+    assert stability.trend_p < 0.001
+    assert stability.verdict == "stable"
 
 
 def test_only_a_clear_case_is_hopeless() -> None:
