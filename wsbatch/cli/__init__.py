@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from wsbatch import __version__
-from wsbatch.cli import chat, demo, generate, serve, top
+from wsbatch.cli import chat, demo, generate, route, serve, top
 from wsbatch.cli.parsing import Parser, help_format
 
 _EPILOG = """\
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"wsbatch {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (serve, demo, generate, chat, top):
+    for command in (serve, demo, generate, chat, top, route):
         command.add_command(commands)
     arguments = parser.parse_args(argv)
     try:
