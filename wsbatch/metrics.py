@@ -82,6 +82,7 @@ class EngineMetrics:
         self.event_loop_lag = histogram(
             "event_loop_lag_seconds", "How late a 5 ms ticker on the event loop was", _LAG_BUCKETS_S
         )
+        self.trio_tasks = Gauge("wsbatch_trio_tasks", "Tasks of the event loop", registry=self.registry)
         self.issued_tokens = counter("issued_tokens", "Token slots computed, padding included", ("phase",))
         self.useful_tokens = counter("useful_tokens", "Token slots computed that somebody asked for", ("phase",))
         self.slot_utilization = Gauge(

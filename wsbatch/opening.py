@@ -85,6 +85,7 @@ async def _watch_loop(metrics: EngineMetrics) -> None:
         due_s = trio.current_time() + _TICK_S
         await trio.sleep_until(due_s)
         metrics.event_loop_lag.observe(trio.current_time() - due_s)
+        metrics.trio_tasks.set(trio.lowlevel.current_statistics().tasks_living)
 
 
 def make_scheduler(config: EngineConfig, *, now_s: float) -> Scheduler:

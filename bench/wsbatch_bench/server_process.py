@@ -12,7 +12,7 @@ from pathlib import Path
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from wsbatch_bench.http_client import get
+from wsbatch_bench.http_client import dial_url, get
 
 _LAG = "wsbatch_event_loop_lag_seconds"
 _END_S = 60.0
@@ -53,8 +53,8 @@ class ServerProcess:
 
     async def look(self) -> Sample:
         """Take a sample. Raises HttpFailed or OSError."""
-        host = f"127.0.0.1:{self.port}"
-        text = await get(lambda: trio.open_tcp_stream("127.0.0.1", self.port), host, "/metrics")
+        dial, host, _ = dial_url(self.url)
+        text = await get(dial, host, "/metrics")
         values: dict[str, float] = {}
         buckets: dict[float, float] = {}
         for family in text_string_to_metric_families(text.decode()):
@@ -87,7 +87,7 @@ async def serving_process(*flags: str) -> AsyncIterator[ServerProcess]:
     try:
         line = await trio.to_thread.run_sync(process.stdout.readline)
         if not line.startswith("listening on "):
-            raise RuntimeError(f"the server did not start: exit status {process.wait()}")  # noqa: ASYNC222
+            raise RuntimeError(f"the server did not start: exit status {process.wait()}")
         yield ServerProcess(process, line.split()[-1])
         process.terminate()
         status = await trio.to_thread.run_sync(process.wait, _END_S)

@@ -94,8 +94,7 @@ async def soak(server: ServerProcess, plan: SoakPlan) -> SoakRun:
     run = SoakRun(plan)
     load = _Load(server, run)
     await vanish("127.0.0.1", server.port, "close")  # what the first connection makes for good is no growth
-    await load.until_idle(None)
-    run.before = await server.look()
+    run.before = await load.until_idle(None)
     if plan.idle:
         run.alone_gaps_s = await load.gaps_of_one(400)
     async with trio.open_nursery() as nursery:
@@ -109,8 +108,7 @@ async def soak(server: ServerProcess, plan: SoakPlan) -> SoakRun:
             run.beside_idle_gaps_s = await load.gaps_of_one(400)
         await load.run()
         nursery.cancel_scope.cancel()
-    await load.until_idle(run.before)
-    run.after = await server.look()
+    run.after = await load.until_idle(run.before)
     return run
 
 
@@ -176,14 +174,14 @@ class _Load:
                 if plan.vanishing:
                     nursery.start_soon(self._vanishing)
 
-    async def until_idle(self, baseline: Sample | None) -> None:
-        """Wait until nothing is connected and the descriptors and tasks are those of the baseline."""
-        with trio.move_on_after(_SETTLE_S):
-            while True:
-                now = await self._server.look()
-                if not any(left_over(now, baseline or now).values()):
-                    return
-                await trio.sleep(0.2)
+    async def until_idle(self, baseline: Sample | None) -> Sample:
+        """Wait until nothing is connected and the descriptors and tasks are those of the baseline, or for a minute."""
+        give_up_s = trio.current_time() + _SETTLE_S
+        while True:
+            now = await self._server.look()
+            if not any(left_over(now, baseline or now).values()) or now.at_s > give_up_s:
+                return now
+            await trio.sleep(0.2)
 
     async def gaps_of_one(self, tokens: int) -> list[float]:
         """Times between the tokens of one stream."""

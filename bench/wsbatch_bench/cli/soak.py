@@ -95,7 +95,7 @@ def report(run: SoakRun) -> tuple[list[str], bool]:
         alone, beside = p99(run.alone_gaps_s), p99(run.beside_idle_gaps_s)
         lines += [
             f"{opened:.0f} idle connections: {each:.1f} KiB each",
-            f"time between a stream's tokens, p99: {1000 * alone:.1f} ms without them, {1000 * beside:.1f} ms with them",
+            f"time between tokens, p99: {1000 * alone:.1f} ms without them, {1000 * beside:.1f} ms beside them",
             "",
         ]
     for trend in trends(run):
