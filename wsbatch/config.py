@@ -76,7 +76,7 @@ class EngineConfig(Settings):
     )
 
     scheduler: SchedulerName = setting(
-        "dynamic",
+        "continuous",
         "dynamic: padded batches run to completion; continuous: rows join and leave at every step",
         choices=("dynamic", "continuous"),
     )
@@ -201,3 +201,27 @@ class PoolConfig(Settings):
     max_unread_tokens: int = setting(
         4096, "tokens a client may leave unread before its request is ended with slow_consumer", least=1
     )
+
+
+@dataclass(frozen=True)
+class FleetConfig(Settings):
+    """Replicas that Ray runs: how many, with what, and when there should be more or fewer."""
+
+    replicas: int = setting(1, "replicas to begin with", least=1, most=10_000)
+    replica_cpus: float = setting(1.0, "CPUs that Ray reserves for each replica", least=0)
+    replica_gpus: float = setting(0.0, "GPUs that Ray reserves for each replica", least=0)
+    min_replicas: int | None = setting(None, "autoscaling: replicas at least; default: as many as at first", least=1)
+    max_replicas: int | None = setting(None, "autoscaling: replicas at most; default: as many as at first", least=1)
+    scale_up_queue_ms: float = setting(500.0, "autoscaling: a wait in the queue that is too long, if it lasts", least=1)
+    scale_up_after_s: float = setting(10.0, "autoscaling: how long it must last for one replica more", least=0)
+    scale_down_after_s: float = setting(
+        300.0, "autoscaling: how long nothing must wait, and slots be free, for one replica less", least=0
+    )
+    start_timeout_s: float = setting(600.0, "a replica must be ready within this", least=1)
+
+    def __post_init__(self) -> None:
+        """Check every field, then the bounds of autoscaling against each other."""
+        super().__post_init__()
+        least, most = self.min_replicas or self.replicas, self.max_replicas or self.replicas
+        if not least <= self.replicas <= most:
+            raise ValueError(f"FleetConfig.replicas is {self.replicas}: must be from {least} to {most}")

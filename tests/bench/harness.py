@@ -41,7 +41,7 @@ def load(
     """Run it; `prepare` is given the worker before the load starts."""
 
     async def main() -> LoadRun:
-        fields = {"model": "simulated", "max_batch_size": 4, "max_wait_ms": 0.0} | config
+        fields = {"model": "simulated", "scheduler": "dynamic", "max_batch_size": 4, "max_wait_ms": 0.0} | config
         async with open_virtual_target(EngineConfig(**fields), costs) as (target, worker):  # type: ignore[arg-type]
             prepare(worker)
             plan = LoadPlan(

@@ -10,7 +10,7 @@ from wsbatch.testing.worker import open_virtual_engine
 
 
 async def test_batch_wait_is_the_part_of_the_queue_in_which_the_model_was_free(autojump_clock: MockClock) -> None:
-    config = EngineConfig(model="simulated", max_batch_size=4, max_wait_ms=200.0)
+    config = EngineConfig(model="simulated", scheduler="dynamic", max_batch_size=4, max_wait_ms=200.0)
     timings: dict[str, Timing] = {}
 
     async with open_virtual_engine(config, StepCosts(tau_s=0.1, alpha_s=0.0, beta_s=0.0)) as (engine, _):

@@ -43,7 +43,7 @@ def spans(snapshot: BatchSnapshot) -> list[tuple[float, float]]:
 
 
 async def test_a_dynamic_batch_shows_its_finished_rows_as_kept(autojump_clock: MockClock) -> None:
-    config = EngineConfig(model="simulated", max_batch_size=4, max_wait_ms=5)
+    config = EngineConfig(model="simulated", scheduler="dynamic", max_batch_size=4, max_wait_ms=5)
     async with open_virtual_engine(config) as (engine, _):
         watcher = engine.watch(lambda: None)
         short, long = await engine.submit(request(2)), await engine.submit(request(5))
@@ -81,7 +81,7 @@ async def test_a_continuous_batch_gives_a_slot_to_the_next_at_once(autojump_cloc
 
 
 async def test_a_cancel_in_the_queue_is_seen_at_once(autojump_clock: MockClock) -> None:
-    config = EngineConfig(model="simulated", max_wait_ms=60_000)
+    config = EngineConfig(model="simulated", scheduler="dynamic", max_wait_ms=60_000)
     async with open_virtual_engine(config) as (engine, _):
         changes: list[float] = []
         watcher = engine.watch(lambda: changes.append(trio.current_time()))
