@@ -16,6 +16,7 @@ ROWS: list[set[str]] = [
     {"session", "pool"},
     {"transport", "http", "handshake", "page", "fragments"},
     {"server"},
+    {"ray"},
     {"testing"},
     {"cli", "__main__", "__init__"},
 ]

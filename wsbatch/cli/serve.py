@@ -1,16 +1,22 @@
 """`wsbatch serve`: load a model and serve it until a signal comes."""
 
 import argparse
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import trio
 
-from wsbatch.cli.hosting import CANNOT_START, EXIT_STATUSES, host, set_up_logging
+from wsbatch.cli.hosting import CANNOT_START, EXIT_STATUSES, LOG, host, host_engine, set_up_logging
 from wsbatch.cli.parsing import TOKEN_VARIABLE, Commands, add_parser, complain, token_from_environment
 from wsbatch.cli.settings import add_settings, read_settings
-from wsbatch.config import EngineConfig, ServerConfig
+from wsbatch.config import EngineConfig, FleetConfig, PoolConfig, ServerConfig
+from wsbatch.errors import WsbatchError
 
 if TYPE_CHECKING:
+    from wsbatch.engine import Engine
+    from wsbatch.ray import Fleet
     from wsbatch.server import Server
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -30,6 +36,10 @@ examples:
   wsbatch serve --model org/name --host 0.0.0.0 --max-batch-size 32
   wsbatch serve --model simulated --port 0           no model: made-up text, to try clients with
   wsbatch serve --model simulated:tau_ms=50          the same, with 50 ms a step
+  wsbatch serve --ray auto --replicas 4 --replica-gpus 1   four replicas on a Ray cluster, and a router here
+
+With --ray the model runs in Ray actors and this process is their router (see `wsbatch route`).
+SIGHUP replaces the replicas one at a time; SIGTTIN and SIGTTOU make them one more or one less.
 
 {EXIT_STATUSES}"""
 
@@ -39,6 +49,13 @@ def add_command(commands: Commands) -> None:
     parser = add_parser(commands, "serve", help="load a model and serve it", description=_DESCRIPTION, epilog=_EPILOG)
     add_settings(parser, EngineConfig, title="model and batching")
     add_settings(parser, ServerConfig, title="server")
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="run replicas on this Ray cluster; `auto`: one that runs here; `local`: start one on 127.0.0.1",
+    )
+    add_settings(parser, FleetConfig, title="replicas on Ray (with --ray)")
+    add_settings(parser, PoolConfig, title="router (with --ray)")
     parser.add_argument(
         "--log-level", choices=LOG_LEVELS, default="info", help="least severity logged to stderr (default: info)"
     )
@@ -50,13 +67,53 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         engine_config = read_settings(arguments, EngineConfig)
         server_config = read_settings(arguments, ServerConfig, auth_token=token_from_environment())
+        fleet_config = read_settings(arguments, FleetConfig)
+        pool_config = read_settings(arguments, PoolConfig)
+        if arguments.ray is None and fleet_config.replicas > 1:
+            raise ValueError(f"--replicas is {fleet_config.replicas}: more than one needs --ray, or `wsbatch route`")
     except ValueError as error:
         complain("serve", error)
         return CANNOT_START
     set_up_logging(arguments.log_level)
+    if arguments.ray is not None:
+
+        @asynccontextmanager
+        async def opening() -> "AsyncIterator[Engine]":
+            from wsbatch.ray import open_fleet
+
+            async with (
+                open_fleet(
+                    engine_config,
+                    fleet_config,
+                    address=arguments.ray,
+                    pool_config=pool_config,
+                    drain_s=server_config.drain_s,
+                ) as fleet,
+                trio.open_nursery() as nursery,
+            ):
+                nursery.start_soon(_obey_signals, fleet)
+                yield fleet.pool
+                nursery.cancel_scope.cancel()
+
+        return host_engine("serve", opening, server_config, visit=_announce)
     return host("serve", engine_config, server_config, visit=_announce)
 
 
 async def _announce(server: "Server") -> None:
     print(f"listening on {server.url}", flush=True)
     await trio.sleep_forever()
+
+
+async def _obey_signals(fleet: "Fleet") -> None:
+    """SIGHUP replaces the replicas; SIGTTIN and SIGTTOU, as for other servers, mean one more and one less."""
+    with trio.open_signal_receiver(signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU) as signals:
+        async for number in signals:
+            try:
+                if number == signal.SIGHUP:
+                    LOG.info("replacing %d replicas, one at a time", len(fleet.actors))
+                    await fleet.roll()
+                else:
+                    await fleet.scale(len(fleet.actors) + (1 if number == signal.SIGTTIN else -1))
+                LOG.info("there are %d replicas", len(fleet.actors))
+            except WsbatchError as error:
+                LOG.error("the replicas are left as they are: %s", error)

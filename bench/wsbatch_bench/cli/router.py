@@ -1,0 +1,59 @@
+"""`wsbatch-bench router`: what a router costs."""
+
+import argparse
+from itertools import product
+
+from wsbatch.cli.parsing import Commands, add_parser
+from wsbatch_bench.router_cost import Cost, measure
+
+_DESCRIPTION = """\
+Measure what `wsbatch route` adds: the same streams directly from servers and through one router
+process, side by side. The servers make no text but tokens that carry the time, so that a token's
+age is known where it is received. Everything runs on this machine and shares its cores.
+"""
+
+_EPILOG = """\
+examples:
+  wsbatch-bench router                                    64 streams, a token every 20 ms each
+  wsbatch-bench router --streams 64 512 --interval-ms 10  two loads
+"""
+
+
+def add_command(commands: Commands) -> None:
+    """Add `router` to the command line."""
+    parser = add_parser(commands, "router", help="what a router costs", description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("--replicas", type=int, default=3, metavar="N", help="servers (default: 3)")
+    parser.add_argument("--streams", type=int, nargs="+", default=[64], metavar="N", help="at once (default: 64)")
+    parser.add_argument(
+        "--interval-ms", type=float, nargs="+", default=[20.0], metavar="X", help="between tokens (default: 20)"
+    )
+    parser.add_argument("--seconds", type=float, default=10.0, metavar="X", help="of each measurement (default: 10)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print a table in Markdown; the exit status."""
+    print("| streams | interval ms | way | tokens/s | tokens a frame | p50 ms | p99 ms | router, cores |", flush=True)
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for streams, interval_ms in product(arguments.streams, arguments.interval_ms):
+        costs = {}
+        for way in ("direct", "routed"):
+            costs[way] = measure(
+                replicas=arguments.replicas,
+                streams=streams,
+                interval_ms=interval_ms,
+                seconds=arguments.seconds,
+                routed=way == "routed",
+            )
+            print(_row(streams, interval_ms, way, costs[way]), flush=True)
+        added = [getattr(costs["routed"], name) - getattr(costs["direct"], name) for name in ("p50_ms", "p99_ms")]
+        print(f"| {streams} | {interval_ms:g} | added | | | {added[0]:.2f} | {added[1]:.2f} | |", flush=True)
+    return 0
+
+
+def _row(streams: int, interval_ms: float, way: str, cost: Cost) -> str:
+    cpu = "" if cost.router_cpu is None else f"{cost.router_cpu:.2f}"
+    return (
+        f"| {streams} | {interval_ms:g} | {way} | {cost.tokens_per_s:,.0f} | {cost.tokens_per_frame:.1f} | "
+        f"{cost.p50_ms:.2f} | {cost.p99_ms:.2f} | {cpu} |"
+    )
