@@ -4,7 +4,22 @@ import sys
 from collections.abc import Sequence
 
 from wsbatch.cli.parsing import Parser, help_format
-from wsbatch_bench.cli import calibrate, choose, compare, load, offline, router, scaling, soak, stall, static, streaming, study, sweep
+from wsbatch_bench.cli import (
+    calibrate,
+    choose,
+    compare,
+    convoy,
+    load,
+    offline,
+    router,
+    scaling,
+    soak,
+    stall,
+    static,
+    streaming,
+    study,
+    sweep,
+)
 
 _DESCRIPTION = """\
 Measure a token server: put load on it, find out what each batching setting costs and buys, and
@@ -16,7 +31,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exits with the command's status."""
     parser = Parser(prog="wsbatch-bench", description=_DESCRIPTION, formatter_class=help_format)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (load, compare, calibrate, sweep, choose, study, static, scaling, soak, stall, streaming, offline, router):
+    for command in (
+        load,
+        compare,
+        calibrate,
+        sweep,
+        choose,
+        study,
+        static,
+        scaling,
+        soak,
+        stall,
+        streaming,
+        convoy,
+        offline,
+        router,
+    ):
         command.add_command(commands)
     arguments = parser.parse_args(argv)
     sys.exit(arguments.run(arguments))

@@ -74,9 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _soak(arguments: argparse.Namespace, plan: SoakPlan) -> SoakRun:
     flags = ["--model", arguments.model, "--scheduler", arguments.scheduler]
-    # Silence is noticed soon, so that what the silent hold is part of the steady state.
-    flags += ["--ping-interval-s", "2", "--ping-timeout-s", "5", "--send-timeout-s", "2", "--close-timeout-s", "1"]
-    flags += ["--max-connections", str(plan.idle + 1024)]
+    flags += ["--send-timeout-s", "2", "--close-timeout-s", "1", "--max-connections", str(plan.idle + 1024)]
+    if not plan.idle:  # silence is noticed soon, so that what the silent hold is part of the steady state
+        flags += ["--ping-interval-s", "2", "--ping-timeout-s", "5"]
     async with serving_process(*flags) as server:
         return await soak(server, plan)
 
