@@ -28,7 +28,7 @@ async def test_in_a_pipe_it_writes_lines_of_numbers() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
     line = done.stdout.decode()
     assert line.startswith("t=")
-    assert line.endswith("scheduler=continuous running=0/8 waiting=0 tokens/s=0.0 slots_in_use=- waste=-\n")
+    assert line.endswith("scheduler=continuous running=0/8 waiting=0 tokens/s=0.0 utilisation=- waste=-\n")
 
 
 async def test_why_it_cannot_is_one_line() -> None:

@@ -56,6 +56,6 @@ def test_the_numbers() -> None:
         "running": "1/2",
         "waiting": "3",
         "tokens/s": "12.2",
-        "slots in use": "50%",
+        "utilisation": "50%",
         "waste": "-",
     }

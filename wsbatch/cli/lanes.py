@@ -84,7 +84,7 @@ def numbers(snapshot: BatchSnapshot) -> Sequence[tuple[str, str]]:
         ("running", f"{snapshot.running}/{snapshot.slots}"),
         ("waiting", str(snapshot.queue_depth)),
         ("tokens/s", f"{snapshot.tokens_per_s:.1f}"),
-        ("slots in use", percent(snapshot.slot_utilization)),
+        ("utilisation", percent(snapshot.slot_utilization)),
         ("waste", percent(snapshot.waste_fraction)),
     )
 
