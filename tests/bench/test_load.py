@@ -9,11 +9,9 @@ import trio
 from wsbatch.model.simulated import StepCosts
 from wsbatch.steps import StepPlan, StepResult
 from wsbatch.testing.worker import VirtualWorker
-from wsbatch_bench.lengths import parse_lengths
 from wsbatch_bench.load import STOPPED
 from wsbatch_bench.quantiles import mean_interval, observed_quantile
 from wsbatch_bench.stability import judge
-from wsbatch_bench.trace import draw_trace
 
 from .harness import load, short_trace
 
@@ -92,11 +90,11 @@ def test_an_infinite_rate_sends_all_at_once() -> None:
 
 
 def test_two_runs_of_one_cell_are_equal() -> None:
-    """Where all come at once, who is in the first batch is decided by the order of tasks in one tick."""
-    trace = draw_trace(24, outputs=parse_lengths("lognormal:median=8,sigma=0.9,max=60"))
-    runs = [load(trace, inf) for _ in range(3)]
-    assert [record.arrivals for record in runs[0].records] == [record.arrivals for record in runs[1].records]
-    assert [record.arrivals for record in runs[0].records] == [record.arrivals for record in runs[2].records]
+    """Six clients whose answers end together, and four slots: who is next is decided by the order of tasks."""
+    trace = short_trace(60, "closed:clients=6")
+    runs = [load(trace, 1.0, measured=60, max_wait_ms=5.0, wait_anchor="idle") for _ in range(4)]
+    arrivals = [[record.arrivals for record in run.records] for run in runs]
+    assert arrivals[0] == arrivals[1] == arrivals[2] == arrivals[3]
 
 
 @pytest.mark.parametrize("rho", [0.5, 0.7])
