@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
-_DESCRIPTION = f"""\
+_DESCRIPTION = """\
 Load a model and serve it over WebSockets, with /livez, /readyz and /metrics on the same port.
 
 Once it listens, one line goes to stdout: `listening on ws://HOST:PORT`. Everything else goes to
 stderr. SIGTERM or Ctrl-C drains: no new requests, live ones may finish, then it exits; a second
-signal ends it at once. The auth token can also be given as ${TOKEN_VARIABLE}.
+signal ends it at once.
 """
 
 _EPILOG = f"""\
@@ -40,6 +40,12 @@ examples:
 
 With --ray the model runs in Ray actors and this process is their router (see `wsbatch route`).
 SIGHUP replaces the replicas one at a time; SIGTTIN and SIGTTOU make them one more or one less.
+
+environment:
+  {TOKEN_VARIABLE}      the auth token: a flag can be read by every user of the machine
+  WSBATCH_CACHE           where converted models are kept
+  OMP_WAIT_POLICY=passive where other programs keep the cores busy: else the model's threads wait
+                          for each other by spinning, which has made tokens 20 times slower
 
 {EXIT_STATUSES}"""
 
