@@ -62,7 +62,7 @@ def choice_lines(choice: Choice, meta: dict[str, Any]) -> list[str]:
         lines.append(f"chosen     {best.setting.label}: carries {best.passed:.4g} requests/s within the SLO{upper}")
         lines += [f"           {bound.explain(best.at)}" for bound in choice.slo.bounds]
         lines.append(f"runner-up  {'none' if second is None else second.setting.label}: {choice.why()}")
-        lines.append(f"serve it   {serve_command(meta['model'], best.setting)}")
+        lines.append(f"serve it   {serve_command(meta['model'], best.setting, meta.get('serve_flags', ()))}")
     for cell in choice.undecided:
         lines.append(f"undecided  {cell.label} at {cell.rate:.4g} requests/s: measure more requests to tell")
     return lines

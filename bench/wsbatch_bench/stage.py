@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -124,6 +124,6 @@ async def _terminate(process: trio.Process) -> None:
     process.kill()
 
 
-def serve_command(model: str, setting: Setting) -> str:
-    """What to type for a server of this setting."""
-    return " ".join(["wsbatch serve", "--model", model, *setting.flags()])
+def serve_command(model: str, setting: Setting, flags: Sequence[str] = ()) -> str:
+    """What to type for a server of this setting; `flags` are those that it was measured with."""
+    return " ".join(["wsbatch serve", "--model", model, *setting.flags(), *flags])
