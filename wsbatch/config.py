@@ -103,7 +103,7 @@ class EngineConfig(Settings):
         2048, "continuous: prompt tokens in a step at most while nothing decodes", least=1
     )
     prefill_chunk_tokens: int = setting(
-        256, "continuous: prompt tokens in a step at most while rows decode: bounds the gap between tokens", least=1
+        128, "continuous: prompt tokens in a step at most while rows decode: bounds the gap between tokens", least=1
     )
     max_batch_total_tokens: int = setting(32_768, "continuous: tokens held in the KV pool at most", least=256)
     block_tokens: int = setting(16, "continuous: tokens in a KV block", least=1, most=4096)

@@ -68,7 +68,8 @@ def measure_scaling(
     """Run batches of every size, in a new random order each round, so that drift of the machine spreads over all.
 
     `make_scheduler` makes one for a batch size. `make_prompt(index, tokens)` gives prompts that differ. Prompts of a
-    quarter of the length and of twice it are prefilled alone, too, to tell what a prompt token costs.
+    quarter of the length and of twice it are prefilled alone, too, to tell what a prompt token costs. ValueError: a
+    batch of which some rows end before others begin.
     """
     rng = random.Random(seed)
     samples: list[StepSample] = []
@@ -103,10 +104,12 @@ def _samples(run: LoopRun, size: int) -> list[StepSample]:
 
 
 def _points(samples: Sequence[StepSample], sizes: Sequence[int]) -> list[ScalePoint]:
-    step_s = {
-        size: median(each.seconds for each in samples if each.decode_rows == size and not each.prompt_tokens)
-        for size in sizes
-    }
+    step_s = {}
+    for size in sizes:
+        seconds = [each.seconds for each in samples if each.decode_rows == size and not each.prompt_tokens]
+        if not seconds:
+            raise ValueError(f"no step in which all {size} rows decode: more output_tokens are needed")
+        step_s[size] = median(seconds)
     first = sizes[0]
     points = []
     for size in sizes:

@@ -4,6 +4,7 @@ import argparse
 import csv
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from wsbatch.cli.parsing import Commands, add_parser
@@ -13,6 +14,8 @@ from wsbatch_bench.cli.model_flags import add_model_flags, engine_config, read_c
 from wsbatch_bench.engine_run import run_engine
 from wsbatch_bench.scaling import Scaling, batch_requests, measure_scaling
 from wsbatch_bench.trace import draw_trace
+
+_LARGEST_CHUNK = 4096
 
 _DESCRIPTION = """\
 Measure how long a decode step takes at each batch size, in this process: tokens a second,
@@ -58,22 +61,29 @@ def run(arguments: argparse.Namespace) -> int:
             arguments,
             max_batch_size=largest,
             max_batch_total_tokens=max(32_768, 2 * largest * (2 * arguments.prompt_tokens + arguments.output_tokens)),
+            # Rows must not end before the last of them decodes: prompts go in few steps, of a size that memory holds.
+            prefill_chunk_tokens=_LARGEST_CHUNK,
+            max_batch_prefill_tokens=_LARGEST_CHUNK,
         )
         bare = load_bare(config, costs=costs)
     except (ValueError, OSError) as error:
         print(f"wsbatch-bench scaling: {error}", file=sys.stderr)
         return 2
     prompts = draw_trace(1).prompt_ids
-    scaling = measure_scaling(
-        bare.model,
-        lambda size: make_scheduler(engine_config(arguments, max_batch_size=size), now_s=0.0),
-        sizes=arguments.sizes,
-        prompt_tokens=arguments.prompt_tokens,
-        output_tokens=arguments.output_tokens,
-        rounds=arguments.rounds,
-        clock=bare.clock,
-        make_prompt=prompts,
-    )
+    try:
+        scaling = measure_scaling(
+            bare.model,
+            lambda size: make_scheduler(replace(config, max_batch_size=size), now_s=0.0),
+            sizes=arguments.sizes,
+            prompt_tokens=arguments.prompt_tokens,
+            output_tokens=arguments.output_tokens,
+            rounds=arguments.rounds,
+            clock=bare.clock,
+            make_prompt=prompts,
+        )
+    except ValueError as error:
+        print(f"wsbatch-bench scaling: {error}", file=sys.stderr)
+        return 2
     print("\n".join([bare.description, "", *_lines(scaling, arguments.efficiency)]))
     if arguments.out is not None:
         _save(arguments, scaling, bare.description)
