@@ -60,11 +60,14 @@ def as_documented(
     enable_gqa: bool,
     seqused_k: torch.Tensor,
     block_table: torch.Tensor,
+    num_splits: int,
 ) -> torch.Tensor:
     """What the documentation of `torch.nn.attention.varlen.varlen_attn` says, which itself runs on CUDA only."""
+    assert num_splits == 1  # more than one is wrong with a block table: pytorch issue 194167
     assert enable_gqa
     assert scale == 0.3
-    assert window_size[1] == 0
+    # Where a row has one query, seeing all and being causal are the same; without a window the first is faster.
+    assert window_size == (-1, -1) if max_query == 1 and window_size[0] < 0 else window_size[1] == 0
     assert int(query_starts.diff().max()) <= max_query
     assert int(seqused_k.max()) <= max_kv
     assert kv_starts.diff().tolist() == seqused_k.tolist()

@@ -3,6 +3,7 @@
 import copy
 import logging
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from wsbatch.model import compiled
+from wsbatch.model.graphs import DecodeGraphs
 from wsbatch.model.loading import LoadedModel
+from wsbatch.model.modules import ModulesRunner
 from wsbatch.model.paged import PagedModel
+from wsbatch.model.ragged import Ragged
 from wsbatch.model.sampling import sample
 from wsbatch.steps import ModelInfo, PaddedDecode, PagedRow, PagedStep, RowSampling
 
@@ -337,6 +341,55 @@ def test_a_model_that_would_answer_otherwise_is_refused(make: Make, monkeypatch:
     monkeypatch.setattr(attention, "forward", remembering)
     with pytest.raises(ValueError, match="off by"):
         PagedModel(loaded, total_blocks=BLOCKS, block_tokens=BLOCK)
+
+
+def test_decode_steps_are_checked_at_load_too(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ModulesRunner.run
+
+    def wrong_alone(self: ModulesRunner, ragged: Ragged, wanted: Sequence[bool]) -> tuple[list[int], torch.Tensor]:
+        ids, logits = own(self, ragged, wanted)
+        return ids, logits.flip(0) if len(ragged.token_ids) == len(ragged.kv_lens) else logits
+
+    monkeypatch.setattr(ModulesRunner, "run", wrong_alone)
+    with pytest.raises(ValueError, match="a decode step gives logits off by"):
+        PagedModel(make("gpt2"), total_blocks=BLOCKS, block_tokens=BLOCK)
+
+
+def test_an_error_for_want_of_memory_holds_none(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = make("llama")
+    model = paged(loaded, "modules")
+    held: list[weakref.ref[torch.Tensor]] = []
+    plan = PagedStep((PagedRow(0, (1, 2, 3), 0, (4,), GREEDY),))
+    with monkeypatch.context() as patch:
+
+        def full(*args: Any, **kwargs: Any) -> None:
+            activations = torch.zeros(1000)
+            held.append(weakref.ref(activations))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        patch.setattr(loaded.model, "forward", full)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            model.run(plan)
+    assert caught.value.__traceback__ is not None  # kept, as an engine that reports the error keeps it
+    assert [reference() for reference in held] == [None]
+    assert list(model.run(plan).token_ids) == alone(make("llama"), [1, 2, 3], 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_decode_step_never_looks_at_its_numbers(make: Make, family: str) -> None:
+    """What a CUDA graph cannot record fails on tensors without contents, too."""
+    model = make(family).model.to("meta")
+    sizes = {"total_blocks": BLOCKS, "block_tokens": BLOCK, "max_model_len": POSITIONS}
+    runner = ModulesRunner(model, **sizes)
+    captured: list[torch.Tensor] = []
+
+    def record(call: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
+        captured.append(call())
+        return (lambda: None), captured[-1]
+
+    device = torch.device("meta")
+    DecodeGraphs(runner._logits, runner._pool, widest=8, device=device, sizes=(1, 4), capture=record)
+    assert [tuple(logits.shape) for logits in captured] == [(4, VOCAB), (1, VOCAB)]
 
 
 def test_without_a_compiler_the_modules_runner_says_the_same(

@@ -170,9 +170,17 @@ def _by_row(q: Tensor, keys: Tensor, values: Tensor, paged: PagedBatch, scale: f
 
 
 def _varlen(q: Tensor, keys: Tensor, values: Tensor, at: Varlen, scale: float, window: int | None) -> Tensor:
-    """torch's paged FlashAttention. Queries align with the end of each row's KV, so causal is a window of (-1, 0)."""
+    """torch's paged FlashAttention. Queries align with the end of each row's KV, so causal is a window of (-1, 0).
+
+    torch's own FlashAttention 2 asks for blocks of a multiple of 256 tokens (and compute capability 8).
+    """
     from torch.nn.attention.varlen import varlen_attn
 
+    visible = (-1 if window is None else window - 1, 0)
+    if window is None and at.max_query == 1:
+        # The only query of a row sees all of it. Without a mask the query heads of a group become rows of one product,
+        # which reads their KV once.
+        visible = (-1, -1)
     out = varlen_attn(
         q,
         keys,
@@ -182,10 +190,13 @@ def _varlen(q: Tensor, keys: Tensor, values: Tensor, at: Varlen, scale: float, w
         at.max_query,
         at.max_kv,
         scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
+        window_size=visible,
         enable_gqa=q.shape[1] != keys.shape[2],
         seqused_k=at.kv_lens,
         block_table=at.block_tables,
+        # Left to itself FlashAttention 2 may split a row's KV, and then writes every row's output over the first
+        # (pytorch issue 194167). One split also makes a row's result independent of its company.
+        num_splits=1,
     )
     assert isinstance(out, Tensor)  # only return_aux makes it a pair
     return out

@@ -1,7 +1,8 @@
 """CUDA graphs for decode steps: launching hundreds of small kernels one by one would take longer than running them.
 
 A graph replays the same kernels on the same memory, so there is one for each of a few batch sizes, all reading the
-same input tensors. A step with fewer rows is filled up with rows that attend to one token of a spare block.
+same input tensors and sharing the memory of what lies between. A step with fewer rows is filled up with rows that
+attend to one token of a spare block.
 Not run on a GPU yet: the tests replay by calling the model again.
 """
 
@@ -15,24 +16,29 @@ from torch import Tensor
 from wsbatch.model.attention import PagedBatch, Pool, Varlen
 from wsbatch.model.ragged import Ragged
 
-SIZES = (1, 2, 4, 8, 16, 32, 64)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 # Runs a call in a way that can be repeated: what repeats it, and the tensor that each repetition fills.
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor]]
 
 
-def capture(call: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
-    """Record `call` as a CUDA graph, after warming up beside it as torch asks for."""
+def cuda_capture() -> Capture:
+    """Records calls as CUDA graphs that share their memory, each after warming up beside it as torch asks for."""
+    memory = torch.cuda.graph_pool_handle()
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = call()
-    return graph.replay, output
+
+    def capture(call: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory):
+            output = call()
+        return graph.replay, output
+
+    return capture
 
 
 class DecodeGraphs:
@@ -43,6 +49,7 @@ class DecodeGraphs:
         pool: its last block is spare.
         widest: blocks in a row's table at most.
         sizes: numbers of rows to capture, rising.
+        capture: None records CUDA graphs.
     """
 
     def __init__(
@@ -53,8 +60,9 @@ class DecodeGraphs:
         widest: int,
         device: torch.device,
         sizes: Sequence[int] = SIZES,
-        capture: Capture = capture,
+        capture: Capture | None = None,
     ) -> None:
+        capture = capture or cuda_capture()
         most = sizes[-1]
         self._pool = pool
         self._spare = pool.keys[0].shape[0] - 1

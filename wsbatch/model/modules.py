@@ -6,6 +6,7 @@ the fused runner is tested against. What it cannot compute is refused at load, w
 
 import inspect
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wsbatch.model.attention import NAME, PagedBatch, Pool, place
-from wsbatch.model.graphs import DecodeGraphs
+from wsbatch.model.graphs import SIZES, DecodeGraphs
 from wsbatch.model.ragged import Ragged, flatten
 from wsbatch.steps import PagedRow, PagedStep
 
@@ -30,13 +31,14 @@ class ModulesRunner:
         total_blocks: KV blocks in the pool.
         block_tokens: tokens a block holds.
         max_model_len: the longest row, in tokens; decides whether a sliding window matters.
+        graphs: capture CUDA graphs of decode steps, where torch's variable-length attention runs.
 
     Raises ValueError, naming the reason, for a model that cannot run this way.
     """
 
-    name = "modules"
-
-    def __init__(self, model: Any, *, total_blocks: int, block_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self, model: Any, *, total_blocks: int, block_tokens: int, max_model_len: int, graphs: bool = True
+    ) -> None:
         config = model.config.get_text_config()
         self._model = model
         _check_static(model, config)
@@ -57,8 +59,13 @@ class ModulesRunner:
         if self._varlen:
             try:
                 self.run(one, [])
-            except RuntimeError as error:
-                _log.warning("torch's variable-length attention cannot run here, plain torch replaces it: %s", error)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, TypeError, ImportError) as error:  # what it asks for differs between torch's releases
+                _log.warning(
+                    "torch %s's variable-length attention cannot run here with blocks of %d tokens, plain torch "
+                    "replaces it: %s", torch.__version__, block_tokens, str(error).partition("\n")[0],
+                )  # fmt: skip
                 self._varlen = False
         # One token tells whether every layer reaches the attention function, and with which window.
         try:
@@ -68,9 +75,32 @@ class ModulesRunner:
         if [layer for layer, _ in self._calls] != list(range(self._layers)):
             raise refusal(model, "not every layer goes through transformers' attention interface")
         _check_windows(model, config, [window for _, window in self._calls], max_model_len)
-        if self._varlen:
-            widest = -(-max_model_len // block_tokens)
-            self._graphs = DecodeGraphs(self._logits, self._pool, widest=widest, device=self._device)
+        if self._varlen and graphs:
+            # Every row writes into a block of its own, so there are never more rows than blocks.
+            self._capture(-(-max_model_len // block_tokens), [size for size in SIZES if size < 2 * total_blocks])
+
+    @property
+    def name(self) -> str:
+        """What it runs on, for logs and reports."""
+        if not self._varlen:
+            return "modules"
+        return "modules, variable-length attention" + ("" if self._graphs is None else ", CUDA graphs")
+
+    def simplify(self) -> bool:
+        """Go on with plain torch instead of variable-length attention and graphs. False where it already does."""
+        changed, self._varlen, self._graphs = self._varlen, False, None
+        return changed
+
+    def _capture(self, widest: int, sizes: list[int]) -> None:
+        """Record decode steps of up to `sizes[-1]` rows and `widest` blocks; where that fails, do without."""
+        began = time.perf_counter()
+        try:
+            self._graphs = DecodeGraphs(self._logits, self._pool, widest=widest, device=self._device, sizes=sizes)
+        except RuntimeError as error:  # a model that looks at its numbers while it runs, or no memory left
+            _log.warning("decode steps cannot be captured as CUDA graphs: %s", str(error).partition("\n")[0])
+        else:
+            took_s = time.perf_counter() - began
+            _log.info("decode steps of up to %d rows captured as CUDA graphs in %.1f s", sizes[-1], took_s)
 
     def _make_pool(self, blocks: int) -> Pool:
         def make() -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+import traceback
 from typing import Literal
 
 import torch
@@ -31,13 +32,20 @@ class PagedModel:
         total_blocks: KV blocks in the pool, numbered from 0.
         block_tokens: tokens a block holds; the fused runner needs a multiple of 16.
         runner: auto takes `fused` where it can run, and logs why where it cannot.
+        graphs: on CUDA, capture graphs of decode steps.
 
     Raises ValueError, naming the reason, for an architecture that cannot run ragged paged steps, and for
     `runner="fused"` where it cannot run.
     """
 
     def __init__(
-        self, loaded: LoadedModel, *, total_blocks: int, block_tokens: int, runner: RunnerName = "auto"
+        self,
+        loaded: LoadedModel,
+        *,
+        total_blocks: int,
+        block_tokens: int,
+        runner: RunnerName = "auto",
+        graphs: bool = True,
     ) -> None:
         if block_tokens < 1:
             raise ValueError(f"block_tokens={block_tokens} is below 1")
@@ -47,10 +55,10 @@ class PagedModel:
         self._info = loaded.info
         self._total_blocks = total_blocks
         self._block_tokens = block_tokens
-        self._runner = self._choose(loaded, runner)
+        self._runner = self._choose(loaded, runner, graphs)
         _log.info("continuous batching runs on the %s runner", self._runner.name)
 
-    def _choose(self, loaded: LoadedModel, name: RunnerName) -> FusedRunner | ModulesRunner:
+    def _choose(self, loaded: LoadedModel, name: RunnerName, graphs: bool) -> FusedRunner | ModulesRunner:
         sizes = {
             "total_blocks": self._total_blocks,
             "block_tokens": self._block_tokens,
@@ -72,8 +80,11 @@ class PagedModel:
                 _log.warning("the fused runner cannot run here, the modules runner takes its place: %s", error)
         own = loaded.model.config._attn_implementation
         try:
-            modules = ModulesRunner(loaded.model, **sizes)
+            modules = ModulesRunner(loaded.model, **sizes, graphs=graphs)
             wrong = probe.differs(modules.run, reference, **check)
+            if wrong is not None and modules.simplify():
+                _log.warning("variable-length attention is wrong here, plain torch replaces it: %s", wrong)
+                wrong = probe.differs(modules.run, reference, **check)
             if wrong is not None:
                 raise refusal(loaded.model, wrong)
         except ValueError:
@@ -88,7 +99,7 @@ class PagedModel:
 
     @property
     def runner(self) -> str:
-        """The name of the runner that was chosen: fused or modules."""
+        """The runner that was chosen: fused, or modules and what they run on."""
         return self._runner.name
 
     def breakdown_ms(self) -> dict[str, float]:
@@ -101,7 +112,8 @@ class PagedModel:
         """Run one ragged step.
 
         Raises TypeError for a padded plan, ValueError for a row its blocks do not cover or with a token id outside
-        the vocabulary, FloatingPointError where a row's logits are not finite.
+        the vocabulary, FloatingPointError where a row's logits are not finite, torch.OutOfMemoryError where the
+        device has no memory left for it.
         """
         if not isinstance(plan, PagedStep):
             raise TypeError(f"a paged model runs PagedStep plans, not {type(plan).__name__}")
@@ -118,7 +130,12 @@ class PagedModel:
             raise ValueError(f"a row is longer than max_model_len={self._info.max_model_len}")
         sampling = [row.sampling for row in plan.rows if row.sampling is not None]
         wanted = [row.temperature > 0 or row.logprobs is not None for row in sampling]
-        ids, logits = self._runner.run(ragged, wanted)
+        try:
+            ids, logits = self._runner.run(ragged, wanted)
+        except torch.OutOfMemoryError as error:
+            # Whoever keeps the error keeps its frames, and with them the tensors that filled the memory.
+            traceback.clear_frames(error.__traceback__)
+            raise
         logprobs = None
         if any(wanted):
             rows: list[RowSampling] = [row for row, want in zip(sampling, wanted, strict=True) if want]
