@@ -106,7 +106,13 @@ class EngineConfig(Settings):
         128, "continuous: prompt tokens in a step at most while rows decode: bounds the gap between tokens", least=1
     )
     max_batch_total_tokens: int = setting(32_768, "continuous: tokens held in the KV pool at most", least=256)
-    block_tokens: int = setting(16, "continuous: tokens in a KV block", least=1, most=4096)
+    block_tokens: int = setting(
+        16,
+        "continuous: tokens in a KV block; in half precision on CUDA rounded up to a multiple of 256, which torch's "
+        "paged attention needs",
+        least=1,
+        most=4096,
+    )
     prefix_cache: bool = setting(True, "continuous: share the KV blocks of equal prompt beginnings")
 
     max_queue_requests: int = setting(256, "requests waiting at most", least=1)

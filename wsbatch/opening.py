@@ -3,6 +3,7 @@
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import trio
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from wsbatch.model.simulated import StepCosts
 
 _TICK_S = 0.005
+_CUDA_BLOCK_TOKENS = 256  # torch's paged FlashAttention reads blocks of a multiple of it
 
 Progress = Callable[[str, int, int], None]
 """Told (stage, done, total) while a model is fetched or converted, from the model's thread."""
@@ -53,14 +55,15 @@ async def open_engine(
         try:
             info: ModelInfo = await nursery.start(worker.run, build)
             codec = codecs[0]
+            fitted = for_device(config, info)
             engine = BatchEngine(
-                config,
+                fitted,
                 info=info,
-                scheduler=make_scheduler(config, now_s=trio.current_time()),
+                scheduler=make_scheduler(fitted, now_s=trio.current_time()),
                 worker=worker,
                 codec=codec,
                 tokenise=Tokenising(codec, info.max_model_len),
-                max_request_tokens=max_request_tokens(config, info),
+                max_request_tokens=max_request_tokens(fitted, info),
             )
             nursery.start_soon(engine.run)
             nursery.start_soon(_watch_loop, engine.metrics)
@@ -86,6 +89,13 @@ async def _watch_loop(metrics: EngineMetrics) -> None:
         await trio.sleep_until(due_s)
         metrics.event_loop_lag.observe(trio.current_time() - due_s)
         metrics.trio_tasks.set(trio.lowlevel.current_statistics().tasks_living)
+
+
+def for_device(config: EngineConfig, info: ModelInfo) -> EngineConfig:
+    """The configuration with KV blocks of a size that fast attention on the model's device can read."""
+    if config.scheduler != "continuous" or info.device != "cuda" or info.dtype == "float32":
+        return config
+    return replace(config, block_tokens=-(-config.block_tokens // _CUDA_BLOCK_TOKENS) * _CUDA_BLOCK_TOKENS)
 
 
 def make_scheduler(config: EngineConfig, *, now_s: float) -> Scheduler:
@@ -148,6 +158,7 @@ def _load(config: EngineConfig, progress: Progress | None) -> tuple[Model, TextC
     if config.scheduler == "continuous":
         from wsbatch.model.paged import PagedModel
 
+        config = for_device(config, loaded.info)
         return PagedModel(loaded, total_blocks=_total_blocks(config), block_tokens=config.block_tokens), codec
     from wsbatch.model.padded import PaddedModel
 
