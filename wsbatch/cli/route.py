@@ -23,7 +23,8 @@ that has its prompt's beginning; when a replica is lost, its streams go on with 
 
 Once it listens, one line goes to stdout: `listening on ws://HOST:PORT`. Everything else goes to
 stderr. SIGTERM or Ctrl-C drains the router; the replicas are left as they are. The auth token of
-clients can also be given as ${TOKEN_VARIABLE}.
+clients can also be given as ${TOKEN_VARIABLE}. Here --frame-interval-ms is 0 by default: the replicas
+merge frames already.
 """
 
 _EPILOG = f"""\
@@ -53,7 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Route until the end; the exit status."""
     try:
         pool_config = read_settings(arguments, PoolConfig)
-        server_config = read_settings(arguments, ServerConfig, auth_token=token_from_environment())
+        # The replicas have merged what comes in quick succession: to hold it back once more would only cost time.
+        server_config = read_settings(
+            arguments, ServerConfig, auth_token=token_from_environment(), frame_interval_ms=0.0
+        )
     except ValueError as error:
         complain("route", error)
         return CANNOT_START

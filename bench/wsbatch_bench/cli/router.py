@@ -5,6 +5,7 @@ from itertools import product
 
 from wsbatch.cli.parsing import Commands, add_parser
 from wsbatch_bench.router_cost import Cost, measure
+from wsbatch_bench.router_cpu import cpu_us_per_frame
 
 _DESCRIPTION = """\
 Measure what `wsbatch route` adds: the same streams directly from servers and through one router
@@ -28,11 +29,17 @@ def add_command(commands: Commands) -> None:
         "--interval-ms", type=float, nargs="+", default=[20.0], metavar="X", help="between tokens (default: 20)"
     )
     parser.add_argument("--seconds", type=float, default=10.0, metavar="X", help="of each measurement (default: 10)")
+    parser.add_argument(
+        "--cpu", action="store_true", help="instead: CPU time for each frame, which a busy machine hardly changes"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print a table in Markdown; the exit status."""
+    if arguments.cpu:
+        _print_cpu()
+        return 0
     print("| streams | interval ms | way | tokens/s | tokens a frame | p50 ms | p99 ms | router, cores |", flush=True)
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for streams, interval_ms in product(arguments.streams, arguments.interval_ms):
@@ -49,6 +56,18 @@ def run(arguments: argparse.Namespace) -> int:
         added = [getattr(costs["routed"], name) - getattr(costs["direct"], name) for name in ("p50_ms", "p99_ms")]
         print(f"| {streams} | {interval_ms:g} | added | | | {added[0]:.2f} | {added[1]:.2f} | |", flush=True)
     return 0
+
+
+def _print_cpu() -> None:
+    print("| tokens a frame | direct, µs a frame | routed | router alone | tokens/s of one core |", flush=True)
+    print("|---|---|---|---|---|", flush=True)
+    for tokens in (1, 4, 16):
+        direct, routed = (
+            min(cpu_us_per_frame(tokens_per_frame=tokens, frames=6400, routed=way) for _ in range(3))
+            for way in (False, True)
+        )
+        added = routed - direct
+        print(f"| {tokens} | {direct:.0f} | {routed:.0f} | {added:.0f} | {tokens / added * 1e6:,.0f} |", flush=True)
 
 
 def _row(streams: int, interval_ms: float, way: str, cost: Cost) -> str:
