@@ -21,6 +21,7 @@ from wsbatch_bench.server_process import Sample, ServerProcess
 
 _SETTLE_S = 60.0  # an idle server must be back at its baseline within this
 _VANISHING_AT_ONCE = 32
+_OPENING_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ async def soak(server: ServerProcess, plan: SoakPlan) -> SoakRun:
     async with trio.open_nursery() as nursery:
         for _ in range(plan.idle):
             nursery.start_soon(load.idle, nursery.cancel_scope)
-        with trio.move_on_after(plan.idle / 100 + 10):
+        with trio.move_on_after(plan.idle / 50 + 10):
             while load.idling < plan.idle:  # noqa: ASYNC110 (counted by many tasks)
                 await trio.sleep(0.1)
         if plan.idle:
@@ -158,6 +159,7 @@ class _Load:
         self._run = run
         self._random = random.Random(1)
         self.idling = 0
+        self._opening = trio.CapacityLimiter(_OPENING_AT_ONCE)
 
     async def run(self) -> None:
         """All at once, for the duration."""
@@ -193,11 +195,12 @@ class _Load:
     async def idle(self, scope: trio.CancelScope) -> None:
         """Connect, and answer pings."""
         with suppress(Closed, Rejected, OSError, trio.BrokenResourceError):
-            stream = await trio.open_tcp_stream("127.0.0.1", self._server.port)
-            async with stream:
+            async with self._opening:
+                stream = await trio.open_tcp_stream("127.0.0.1", self._server.port)
                 client = BareClient(stream)
                 await client.open()
                 assert isinstance(await client.receive(), Hello)
+            async with stream:
                 self.idling += 1
                 try:
                     while True:
