@@ -30,7 +30,8 @@ def request(tokens: int = 4, prompt: str = "abcd", **fields: object) -> Generate
 
 
 def config(**fields: object) -> EngineConfig:
-    return EngineConfig(**({"model": "simulated", "scheduler": "dynamic", "max_batch_size": 4, "max_wait_ms": 50.0} | fields))  # type: ignore[arg-type]
+    values = {"model": "simulated", "scheduler": "dynamic", "max_batch_size": 4, "max_wait_ms": 50.0}
+    return EngineConfig(**(values | fields))  # type: ignore[arg-type]
 
 
 async def ending(stream: Stream) -> Finished | Failed:
