@@ -92,25 +92,3 @@ async def test_killed_replaced_and_resized_under_load() -> None:
             assert len(fleet.pool.replicas) == len(fleet.actors) == 1
         load.check(300)
         nursery.cancel_scope.cancel()
-
-
-async def test_several_nodes() -> None:
-    cluster_utils = pytest.importorskip("ray.cluster_utils")
-    node = {"include_dashboard": False, "node_ip_address": "127.0.0.1"}
-
-    def start() -> Any:
-        cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **node})
-        for _ in range(2):
-            cluster.add_node(num_cpus=1, **node)
-        return cluster
-
-    cluster = await trio.to_thread.run_sync(start)
-    try:
-        async with fleet_of(3, address=cluster.address, replica_cpus=1.0) as fleet:
-            load = Load(fleet)
-            async with trio.open_nursery() as clients:
-                for number in range(6):
-                    clients.start_soon(load.client, number, 5)
-            load.check(30)
-    finally:
-        await trio.to_thread.run_sync(cluster.shutdown)
