@@ -126,7 +126,7 @@ class Visitor:
         assert tuple(self.reader.ids) == ids[: len(self.reader.ids)]
         assert text.startswith(self.reader.text)
         if isinstance(end, Failed):
-            assert end.code in ("model_error", "queue_timeout"), end
+            assert end.code in ("model_error", "queue_timeout", "shed"), end
         elif end.finish_reason in ("stop", "length"):
             self.reader.check_undisturbed()
         elif end.finish_reason == "cancelled":
