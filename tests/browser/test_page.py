@@ -130,7 +130,7 @@ def test_without_allow_watch_there_is_no_picture_and_no_error(start_server: STAR
 
 
 def test_a_killed_server_is_waited_for_and_the_answer_goes_on(start_server: START, open_page: OPEN) -> None:
-    server = start_server("--allow-watch")
+    server = start_server("--allow-watch", "--scheduler", "dynamic")
     page = open_page(server.url)
     page.wait_connected()
     page.fill("max_tokens", 100)

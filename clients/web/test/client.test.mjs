@@ -5,7 +5,7 @@ import { connect, whyRefused, WsbatchError } from "../wsbatch.js";
 import { collect, Server } from "./server.mjs";
 
 let server;
-before(async () => (server = await Server.start("--allow-watch", "--max-live-requests", "4")));
+before(async () => (server = await Server.start("--allow-watch", "--max-live-requests", "4", "--scheduler", "dynamic")));
 after(() => server.stop());
 
 async function withClient(act, options = {}) {
