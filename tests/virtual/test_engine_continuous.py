@@ -181,12 +181,16 @@ async def test_a_poisoned_request_ends_alone(autojump_clock: MockClock) -> None:
 async def test_a_poisoned_request_may_leave_while_it_is_looked_for(autojump_clock: MockClock) -> None:
     async with open_virtual_engine(config()) as (engine, worker):
         worker.fail = lambda plan: isinstance(plan, PagedStep) and any(66 in row.token_ids for row in plan.rows)
+        first_s = trio.current_time()
+        first = await engine.submit(request(tokens=2))
+        await trio.sleep(0.005)  # its step runs: the next two join the one after it together
         poisoned = await engine.submit(request(prompt="aBa", tokens=1))
         other = await engine.submit(request(prompt="aaa", tokens=1))
-        await trio.sleep(0.02)  # the step has failed, its halves are being run
+        await trio.sleep_until(first_s + 0.030)  # that step has failed, its halves are being run
         poisoned.cancel()
         assert isinstance(await ending(poisoned), Finished)
-        assert isinstance(await ending(other), Finished)
+        for stream in (first, other):
+            assert isinstance(await ending(stream), Finished)
         assert engine.state == "ready"
         assert pool_at_rest(engine)
 
