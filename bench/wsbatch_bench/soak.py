@@ -188,7 +188,8 @@ class _Load:
     async def gaps_of_one(self, tokens: int) -> list[float]:
         """Times between the tokens of one stream."""
         gaps: list[float] = []
-        async with connect(self._server.url) as client:
+        # A process that is stopped for a while is a gap to be seen, not a lost connection.
+        async with connect(self._server.url, keepalive_s=None) as client:
             await self._ask(client, tokens, gaps_s=gaps)
         return gaps
 

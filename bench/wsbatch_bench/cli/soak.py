@@ -7,6 +7,8 @@ from functools import partial
 import trio
 
 from wsbatch.cli.parsing import Commands, add_parser
+from wsbatch.errors import WsbatchError
+from wsbatch_bench.http_client import HttpFailed
 from wsbatch_bench.quantiles import observed_quantile
 from wsbatch_bench.server_process import Sample, raise_descriptor_limit, serving_process
 from wsbatch_bench.soak import SoakPlan, SoakRun, left_over, soak, trends
@@ -63,10 +65,15 @@ def run(arguments: argparse.Namespace) -> int:
     most = raise_descriptor_limit()
     if plan.idle > most - 500:
         return _complain(f"--idle is {plan.idle}: this system lets a process open {most} files")
+    failure: BaseException | None = None
     try:
         done = trio.run(_soak, arguments, plan)
-    except RuntimeError as error:
-        return _complain(str(error))
+    except* (RuntimeError, OSError, WsbatchError, HttpFailed) as group:
+        failure = group
+    if failure is not None:
+        while isinstance(failure, BaseExceptionGroup):
+            failure = failure.exceptions[0]
+        return _complain(str(failure))
     lines, good = report(done)
     print("\n".join(lines))
     return 0 if good else NOT_FLAT
