@@ -34,7 +34,11 @@ class Lengths:
 
     def draw(self, rng: random.Random) -> int:
         """One length, by the inverse of the cumulative distribution: one random number a draw, on any platform."""
-        return self.values[min(bisect_left(self.cumulative, rng.random()), len(self.values) - 1)]
+        return self.quantile(rng.random())
+
+    def quantile(self, q: float) -> int:
+        """The smallest length that at least the share `q` does not exceed."""
+        return self.values[min(bisect_left(self.cumulative, q), len(self.values) - 1)]
 
     @property
     def mean(self) -> float:

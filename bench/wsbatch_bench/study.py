@@ -60,13 +60,13 @@ _POISSON = Scenario("Poisson", "poisson")
 _CLOSED = Scenario("closed loop, 8 clients", "closed:clients=8,think_ms=0")
 
 
-def studies(size: int = 8) -> dict[str, Study]:
-    """The studies of docs/batching.md, with batches of `size`."""
+def studies(size: int = 8, *, buckets: tuple[int, ...] = (128, 256, 512)) -> dict[str, Study]:
+    """The studies of docs/batching.md, with batches of `size`; `buckets` part the prompt lengths."""
     plain = _dynamic(size, 0.0)
     waits = tuple(_dynamic(size, wait_ms) for wait_ms in (0.0, 5.0, 20.0, 50.0))
     anchors = tuple(_dynamic(size, 20.0, wait_anchor=anchor) for anchor in ("oldest", "idle", "last"))
     refined = (
-        _dynamic(size, 0.0, length_buckets=(128, 256, 512)),
+        _dynamic(size, 0.0, length_buckets=buckets),
         _dynamic(size, 50.0, adaptive_wait=True),
         _dynamic(size, 0.0, early_compaction=True),
         _dynamic(size, 50.0, adaptive_wait=True, early_compaction=True),

@@ -18,7 +18,7 @@ def draw_study(rows: Sequence[StudyRow], paths: Sequence[Path], *, title: str) -
     scenarios = list(dict.fromkeys(row.scenario for row in rows))
     labels = list(dict.fromkeys(row.setting.label for row in rows))
     figure, panels = plt.subplots(
-        1, len(scenarios), figsize=(2.2 + 2.1 * len(scenarios), 1.3 + 0.42 * len(labels)), sharey=True,
+        1, len(scenarios), figsize=(2.2 + 2.1 * len(scenarios), 1.3 + 0.42 * len(labels)), sharex=True, sharey=True,
         layout="constrained", squeeze=False,
     )  # fmt: skip
     for axes, scenario in zip(panels[0], scenarios, strict=True):
@@ -35,12 +35,13 @@ def draw_study(rows: Sequence[StudyRow], paths: Sequence[Path], *, title: str) -
                 capsize=3, fillstyle="full" if stable else "none",
             )  # fmt: skip
             axes.annotate(
-                f"{100 * change.value:+.0f} %", (100 * change.value, place), xytext=(0, 7),
-                textcoords="offset points", ha="center", fontsize=8, color=colour,
+                _percent(change.value), (100 * change.value, place), xytext=(0, 7), textcoords="offset points",
+                ha="center", fontsize=8, color=colour,
+                bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"},
             )  # fmt: skip
         axes.axvline(0, color="#444444", linewidth=0.8)
         axes.set_title(scenario, fontsize=9)
-        axes.margins(x=0.25)
+        axes.margins(x=0.12)
         axes.grid(visible=True, axis="x", color="#e4e4e4")
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
@@ -51,3 +52,8 @@ def draw_study(rows: Sequence[StudyRow], paths: Sequence[Path], *, title: str) -
     for path in paths:
         figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _percent(share: float) -> str:
+    whole = round(100 * share)
+    return f"{whole:+d} %".replace("-", "−") if whole else "0"

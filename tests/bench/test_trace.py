@@ -167,6 +167,14 @@ def test_empirical_lengths(tmp_path: Path) -> None:
     assert {lengths.draw(rng) for _ in range(50)} == {10, 30}
 
 
+def test_quantiles_of_lengths() -> None:
+    prompts = parse_lengths(DEFAULT_PROMPTS)
+    assert prompts.quantile(0.5) == pytest.approx(200, abs=1)
+    assert prompts.quantile(0.0) == 8
+    assert prompts.quantile(1.0) == 1024
+    assert parse_lengths("fixed:tokens=7").quantile(0.3) == 7
+
+
 def test_theory_of_padded_waste() -> None:
     """The design's figures for outputs of median 100, sigma 0.9, cap 1000."""
     outputs = parse_lengths(DEFAULT_OUTPUTS)

@@ -21,7 +21,7 @@ _DESCRIPTION = """\
 Compare settings request by request on the same trace:
   waiting      four waits and continuous batching, under Poisson arrivals, fan-out bursts, a closed loop
   anchors      where the wait's clock starts: the oldest arrival, the idle server, the last arrival
-  refinements  length buckets, adaptive wait, early compaction
+  refinements  length buckets (the quartiles of the prompts), adaptive wait, early compaction
 A change is certain where its 95 % interval does not hold zero.
 """
 
@@ -68,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
         reference = Setting("dynamic", arguments.max_batch_size)
         capacity = Sweep(stage, trace, warmup, arguments.num_prompts).capacity(reference)
     print(f"reference rate: {capacity:.4g} requests/s, of dynamic b{arguments.max_batch_size} with full batches\n")
-    study = studies(arguments.max_batch_size)[arguments.study]
+    buckets = tuple(sorted({prompts.quantile(q) for q in (0.25, 0.5, 0.75)}))
+    study = studies(arguments.max_batch_size, buckets=buckets)[arguments.study]
     rows = run_study(
         study,
         stage,
