@@ -180,7 +180,7 @@ async def test_a_thousand_streams_through_a_router_whose_replicas_are_killed(aut
     async def kill_now_and_then(group: Cluster) -> None:
         nonlocal kills
         while True:
-            await trio.sleep(rng.uniform(1.5, 3.0))
+            await trio.sleep(rng.uniform(1.0, 2.0))
             name = rng.choice(sorted(name for name, replica in group.names.items() if replica.alive))
             group[name].kill()
             kills += 1
