@@ -1,7 +1,7 @@
 """The chart of a sweep: throughput against p95 end to end, a point per setting and rate."""
 
 from collections.abc import Sequence
-from math import isfinite
+from math import isfinite, log
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def draw_sweep(cells: Sequence[CellResult], paths: Sequence[Path], *, choice: Ch
         axes.axhline(high, color="#999999", linewidth=0.8, linestyle=(0, (4, 4)))
         axes.annotate(
             "no p95: it grows as long as one measures", (0.995, high), xycoords=("axes fraction", "data"),
-            xytext=(0, 3), textcoords="offset points", ha="right", va="bottom", fontsize=9, color="#555555",
+            xytext=(0, -3), textcoords="offset points", ha="right", va="top", fontsize=9, color="#555555",
         )  # fmt: skip
     if choice is not None and choice.chosen is not None and choice.chosen.at is not None:
         _label_choice(axes, choice.chosen.at)
@@ -102,9 +102,11 @@ def _marker(cell: CellResult, fractions: list[float]) -> str:
 def _label_choice(axes: Any, cell: CellResult) -> None:
     x, y = cell.output_throughput, cell.e2e_p95_s
     axes.plot(x, y, marker="o", markersize=15, color="black", fillstyle="none", markeredgewidth=1.6, zorder=4)
+    low, high = axes.get_ylim()
+    below = log(y / low) > 0.3 * log(high / low)  # the scale is logarithmic; near the bottom there is no room
     axes.annotate(
-        f"chosen: {cell.label}\nat {cell.rate:g} requests/s", (x, y), xytext=(-14, -30), textcoords="offset points",
-        ha="right", va="top", fontsize=10, fontweight="bold", zorder=5,
+        f"chosen: {cell.label}\nat {cell.rate:g} requests/s", (x, y), xytext=(-14, -30 if below else 34),
+        textcoords="offset points", ha="right", va="top" if below else "bottom", fontsize=10, fontweight="bold", zorder=5,
         arrowprops={"arrowstyle": "-", "color": "black", "shrinkB": 8},
         bbox={"boxstyle": "round,pad=0.3", "facecolor": "white", "edgecolor": "#bbbbbb", "alpha": 0.95},
     )  # fmt: skip

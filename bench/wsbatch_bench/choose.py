@@ -31,6 +31,12 @@ class Capacity:
     beyond: CellResult | None
 
     @property
+    def next_rate(self) -> float:
+        """The rate whose measurement would tell most."""
+        rate = 2 * self.passed if self.beyond is None else (self.passed + self.beyond.rate) / 2
+        return float(f"{rate:.4g}")
+
+    @property
     def order(self) -> tuple[float, int, float, float, str]:
         """Best first: the highest rate by its lower bound, the smaller batch, the smaller wait, the lower p95."""
         setting = self.setting
@@ -112,29 +118,17 @@ def _capacity(setting: Setting, cells: Sequence[CellResult], slo: Slo) -> Capaci
 def refine(
     cells: list[CellResult], slo: Slo, measure: Callable[[Cell], CellResult], *, rounds: int
 ) -> list[CellResult]:
-    """Measure between what passes and what does not, `rounds` times, halving the gap of the setting most in doubt.
+    """Measure `rounds` more cells, each of the setting that could carry most; of equals, the larger batch.
 
-    The most promising is refined: the one that could carry most, and among those the best so far. Its results are
-    added to a copy of `cells`. Gaps of a twentieth are left.
+    Its rate is halfway between what passes and what does not, or twice what passes where nothing was seen to fail.
+    The results are added to a copy of `cells`. Gaps of a twentieth are left.
     """
     cells = list(cells)
     reference = next((cell.rate / cell.fraction for cell in cells if cell.fraction), 1.0)
     for _ in range(rounds):
-        candidates = [
-            each
-            for each in choose(cells, slo).capacities
-            if each.at is not None and each.beyond is not None and each.beyond.rate > _FINE * each.passed
-        ]
+        candidates = [each for each in choose(cells, slo).capacities if each.next_rate > _FINE * each.passed > 0]
         if not candidates:
             return cells
-        best = max(candidates, key=lambda each: (_reach(each), each.passed, -each.setting.max_batch_size))
-        assert best.beyond is not None
-        rate = float(f"{(best.passed + best.beyond.rate) / 2:.4g}")
-        cells.append(measure(Cell(best.setting, rate / reference, rate)))
+        best = max(candidates, key=lambda each: (each.next_rate, each.passed, each.setting.max_batch_size))
+        cells.append(measure(Cell(best.setting, best.next_rate / reference, best.next_rate)))
     return cells
-
-
-def _reach(capacity: Capacity) -> float:
-    """The rate that the next measurement would show, if it passed."""
-    assert capacity.beyond is not None
-    return (capacity.passed + capacity.beyond.rate) / 2

@@ -106,6 +106,21 @@ def test_refinement_halves_the_gap_of_whoever_could_carry_most() -> None:
     assert (choice.chosen.passed, choice.chosen.open_until) == (2.625, 2.75)
 
 
+def test_refinement_goes_beyond_the_rates_of_the_sweep() -> None:
+    """Everything passed: the rate is doubled until something does not."""
+    measured: list[float] = []
+
+    def measure(what: Cell) -> CellResult:
+        measured.append(what.rate)
+        verdict = "stable" if what.rate <= 5.5 else "unstable"
+        return cell(what.setting.max_batch_size, rate=what.rate, verdict=verdict)
+
+    choice = choose(refine([cell(8, rate=1.0), cell(4, rate=1.0)], SLO, measure, rounds=5), SLO)
+    assert measured == [2.0, 4.0, 8.0, 6.0, 5.0]
+    assert choice.chosen is not None
+    assert (choice.chosen.passed, choice.chosen.open_until) == (5.0, 6.0)
+
+
 @pytest.mark.parametrize("text", ["e2e_p95<5s", "e2e_p95<=5", "p95<=5s", "success>=99", "e2e_p95<=5s;ttft_p95<=1s"])
 def test_a_bad_slo_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be METRIC"):
