@@ -106,8 +106,8 @@ def _label_choice(axes: Any, cell: CellResult) -> None:
     below = log(y / low) > 0.3 * log(high / low)  # the scale is logarithmic; near the bottom there is no room
     axes.annotate(
         f"chosen: {cell.label}\nat {cell.rate:g} requests/s", (x, y), xytext=(-14, -30 if below else 34),
-        textcoords="offset points", ha="right", va="top" if below else "bottom", fontsize=10, fontweight="bold", zorder=5,
-        arrowprops={"arrowstyle": "-", "color": "black", "shrinkB": 8},
+        textcoords="offset points", ha="right", va="top" if below else "bottom", fontsize=10, fontweight="bold",
+        zorder=5, arrowprops={"arrowstyle": "-", "color": "black", "shrinkB": 8},
         bbox={"boxstyle": "round,pad=0.3", "facecolor": "white", "edgecolor": "#bbbbbb", "alpha": 0.95},
     )  # fmt: skip
 

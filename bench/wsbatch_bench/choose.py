@@ -126,7 +126,11 @@ def refine(
     cells = list(cells)
     reference = next((cell.rate / cell.fraction for cell in cells if cell.fraction), 1.0)
     for _ in range(rounds):
-        candidates = [each for each in choose(cells, slo).capacities if each.next_rate > _FINE * each.passed > 0]
+        candidates = [
+            each
+            for each in choose(cells, slo).capacities
+            if each.passed > 0 and (each.beyond is None or each.beyond.rate > _FINE * each.passed)
+        ]
         if not candidates:
             return cells
         best = max(candidates, key=lambda each: (each.next_rate, each.passed, each.setting.max_batch_size))
