@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -198,12 +198,15 @@ async def open_fleet(
     """
     ray = _import_ray()
     pool_config = replace(pool_config or PoolConfig(), first_replica_s=config.start_timeout_s)
-    # In a thread: in the main one, Ray would take over its signal handlers.
-    await trio.to_thread.run_sync(lambda: _init(ray, address))
+    # A thread of its own to the end: the kernel ends the processes of a local cluster with the thread that started them,
+    # and trio lets a thread go that has been idle for ten seconds. Not the main one: Ray would take over its signals.
+    thread = ThreadPoolExecutor(1, "wsbatch-ray")
+    connected = False
     raised: BaseException | None = None
     pool = EnginePool(pool_config)
     fleet = Fleet(ray, pool, config, engine_config, drain_s=drain_s)
     try:
+        connected = await trio.to_thread.run_sync(thread.submit(_init, ray, address).result)
         async with trio.open_nursery() as nursery:
             try:
                 await fleet.scale(config.replicas)
@@ -220,7 +223,8 @@ async def open_fleet(
             nursery.cancel_scope.cancel()
     finally:
         with trio.CancelScope(shield=True):
-            await trio.to_thread.run_sync(lambda: _shut_down(ray, list(fleet.actors.values())))
+            await trio.to_thread.run_sync(lambda: _shut_down(ray, list(fleet.actors.values()), disconnect=connected))
+        thread.shutdown()
     if raised is not None:
         raise raised
 
@@ -237,9 +241,10 @@ def _import_ray() -> Any:
         ) from None
 
 
-def _init(ray: Any, address: str) -> None:
+def _init(ray: Any, address: str) -> bool:
+    """Connect this process to Ray; False where it was connected before: then it stays so afterwards, too."""
     if ray.is_initialized():
-        return
+        return False
     options: dict[str, Any] = {"address": address, "log_to_driver": False, "configure_logging": False}
     if address == "local":
         options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
@@ -247,9 +252,11 @@ def _init(ray: Any, address: str) -> None:
         ray.init(**options)
     except ConnectionError as error:
         raise ConnectionLost(f"no Ray cluster at {address!r}: {error}") from None
+    return True
 
 
-def _shut_down(ray: Any, actors: list[Any]) -> None:
+def _shut_down(ray: Any, actors: list[Any], *, disconnect: bool) -> None:
     for actor in actors:
         ray.kill(actor)
-    ray.shutdown()
+    if disconnect:
+        ray.shutdown()
