@@ -68,6 +68,7 @@ class BatchEngine:
             tokenise=tokenise,
             max_request_tokens=max_request_tokens,
             closed=self._closed,
+            sheddable=lambda priority: self._requests.less_urgent(priority) is not None,
             shed=lambda priority: self._requests.shed(priority),
             running=lambda: self._scheduler.running,
             costs=self._scheduler.ledger.costs,
@@ -111,7 +112,7 @@ class BatchEngine:
         return self._scheduler
 
     def refusal(self) -> RequestError | None:
-        """Why any request made now would be refused; None if one may be let in."""
+        """See `Engine.refusal`."""
         return self._intake.refusal()
 
     def status(self) -> Status:

@@ -33,7 +33,10 @@ class Engine(Protocol):
         ...
 
     def refusal(self) -> RequestError | None:
-        """Why any request made now would be refused (full, draining, dead); None if one may be let in."""
+        """Why a request made now would be refused (full, draining, dead); None if one may be let in.
+
+        It speaks of a request of the default class: the queue is not full to it while a less urgent one waits there.
+        """
         ...
 
     def status(self) -> Status:

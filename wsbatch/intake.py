@@ -6,7 +6,7 @@ from wsbatch.batching.admission import Admission
 from wsbatch.batching.costs import StepCostFit
 from wsbatch.config import EngineConfig
 from wsbatch.errors import BadRequest, QueueFull, RequestError
-from wsbatch.messages import GenerateRequest
+from wsbatch.messages import DEFAULT_PRIORITY, GenerateRequest
 from wsbatch.steps import ModelInfo
 
 Tokenise = Callable[[GenerateRequest], Awaitable[list[int]]]
@@ -21,7 +21,8 @@ class Intake:
         tokenise: turns a request into prompt ids, off the event loop where it takes long. Raises RequestError.
         max_request_tokens: prompt plus output that the model and its cache can hold.
         closed: why nothing is admitted at all (draining, dead); None while the engine is open.
-        shed: drop the least urgent waiting request that is less urgent than this class; whether there was one.
+        sheddable: whether a request waits that is less urgent than this class.
+        shed: drop the least urgent of those; whether there was one.
         running: live rows now.
         costs: what steps cost, fitted as they come.
     """
@@ -34,6 +35,7 @@ class Intake:
         tokenise: Tokenise,
         max_request_tokens: int,
         closed: Callable[[], RequestError | None],
+        sheddable: Callable[[int], bool],
         shed: Callable[[int], bool],
         running: Callable[[], int],
         costs: StepCostFit,
@@ -48,12 +50,16 @@ class Intake:
         self._info = info
         self._tokenise = tokenise
         self._closed = closed
+        self._sheddable = sheddable
         self._shed = shed
         self._running = running
 
     def refusal(self) -> RequestError | None:
-        """Why any request made now would be refused; None if one may be let in."""
-        return self._closed() or self.admission.refusal()
+        """See `Engine.refusal`."""
+        full = self.admission.refusal()
+        if full is not None and self._sheddable(DEFAULT_PRIORITY):
+            full = None
+        return self._closed() or full
 
     async def admit(self, request: GenerateRequest) -> list[int]:
         """The request's prompt ids, its place in the queue taken: `admission.leave` gives that back.

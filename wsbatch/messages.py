@@ -12,6 +12,9 @@ FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "timeout", "shu
 # A token's log probability and the k most likely tokens at its position: (own, ((token id, logprob), ...)).
 TokenLogprobs: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
 
+DEFAULT_PRIORITY = 5
+"""Of the classes 0 (most urgent) to 9, the one of a request that names none."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -66,7 +69,7 @@ class GenerateRequest:
     token_ids: tuple[int, ...] | None = None
     messages: tuple[ChatMessage, ...] | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    priority: int = 5
+    priority: int = DEFAULT_PRIORITY
     timeout_ms: int | None = None
     queue_timeout_ms: int | None = None
     stream: bool = True

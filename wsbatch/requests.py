@@ -226,10 +226,14 @@ class Requests:
         if timeout_ms is not None and trio.current_time() >= generation.arrived_s + timeout_ms / 1000:
             self.finish(generation, "timeout")
 
+    def less_urgent(self, priority: int) -> Work | None:
+        """The last in order of the least urgent class in the queue, if that is less urgent than `priority`."""
+        last = max(self.waiting.values(), key=lambda work: (work.priority, work.order), default=None)
+        return None if last is None or last.priority <= priority else last
+
     def shed(self, priority: int) -> bool:
-        """Drop the last in order of the least urgent class in the queue, if that is less urgent than `priority`."""
-        victim = max(self.waiting.values(), key=lambda work: (work.priority, work.order), default=None)
-        if victim is None or victim.priority <= priority:
+        """Drop a request that is less urgent than `priority` from the queue, if there is one."""
+        if (victim := self.less_urgent(priority)) is None:
             return False
         retry_after_ms = self._admission.retry_after_ms()
         self.fail([victim.key], Shed("dropped from the queue for a more urgent request", retry_after_ms=retry_after_ms))

@@ -94,6 +94,16 @@ async def test_the_least_urgent_is_shed_for_a_more_urgent_one(autojump_clock: Mo
             assert isinstance(await ending(stream), Finished)
 
 
+async def test_a_queue_is_not_full_to_newcomers_while_a_less_urgent_request_waits(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_queue_requests=2)) as (engine, _):
+        await fill(engine, 1, priority=5)
+        low = await engine.submit(request(priority=6))
+        assert engine.refusal() is None
+        await engine.submit(request())
+        assert isinstance(await ending(low), Failed)
+        assert isinstance(engine.refusal(), QueueFull)
+
+
 async def test_urgent_requests_overtake_but_nobody_waits_for_ever(autojump_clock: MockClock) -> None:
     """A stream of urgent requests that alone fills the server; the one of class 9 is served all the same."""
     async with open_virtual_engine(config(max_batch_size=1)) as (engine, _):
