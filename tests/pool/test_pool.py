@@ -313,6 +313,7 @@ async def test_a_stream_of_weights_that_are_gone_for_good_ends_at_once(autojump_
         await group.start(other)
         await trio.sleep(0.5)
         group[name].kill()
+        await trio.sleep(0.1)
         await group.pool.remove(name)
         await trio.sleep(0.5)
         killed_s = trio.current_time()

@@ -35,7 +35,7 @@ class EnginePool:
         self.metrics = EngineMetrics()
         self.replicas: dict[str, Replica] = {}
         self._config = config or PoolConfig()
-        self._hello: Hello | None = None  # the first one's
+        self._hello: Hello | None = None  # of the kind that has been here the longest
         self._first = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._routes: dict[int, Route] = {}
@@ -43,7 +43,7 @@ class EnginePool:
         self._prefixes: PrefixTable[Replica] = PrefixTable()
         self._last_key = 0
         self._draining = False
-        self._ended = trio.Event()
+        self._ended = trio.lowlevel.ParkingLot()  # who waits for requests to end, here or on a replica
         self._timers = Timers(self._wake)
         self._picture = Picture(
             "pool", 0, clock=trio.current_time, queue_depth=lambda: self._count()[0], running=lambda: self._count()[1]
@@ -56,7 +56,7 @@ class EnginePool:
 
     @property
     def info(self) -> ModelInfo:
-        """The first replica's facts. Ids are checked by the replicas."""
+        """Of the replicas; of several revisions, the one that was here first. Ids are checked by the replicas."""
         assert self._hello is not None, "wait_ready first"
         hello = self._hello
         length = hello.limits.max_model_len
@@ -86,13 +86,14 @@ class EnginePool:
     async def remove(self, name: str, grace_s: float = 0.0) -> None:
         """Send nothing more to this replica, wait for what is on it, at most `grace_s`, and let go of it.
 
-        What is still on it then goes on elsewhere.
+        What is still on it then goes on elsewhere, or ends with `shutdown` where no other replica may go on with it.
         """
         replica = self.replicas.pop(name)
-        with trio.move_on_after(grace_s):
-            while replica.live:
-                self._ended = trio.Event()
-                await self._ended.wait()
+        await self._wait_ended(grace_s, lambda: replica.live)
+        for route in list(self._routes.values()):
+            if route.attempt is not None and route.attempt.replica is replica:
+                route.vacate()
+        await self._wait_ended(_LAST_ANSWERS_S, lambda: replica.live)
         replica.scope.cancel()
 
     async def wait_ready(self) -> None:
@@ -179,10 +180,10 @@ class EnginePool:
     async def drain(self, grace_s: float) -> None:
         """See `Engine.drain`. The replicas themselves are left as they are."""
         self._draining = True
-        await self._wait_ended(grace_s)
+        await self._wait_ended(grace_s, lambda: len(self._routes))
         for route in list(self._routes.values()):
             route.end("shutdown")
-        await self._wait_ended(_LAST_ANSWERS_S)
+        await self._wait_ended(_LAST_ANSWERS_S, lambda: len(self._routes))
 
     async def run(self) -> None:
         """Keep up the connections to the replicas until cancelled; then what is live ends with `shutdown`."""
@@ -200,7 +201,7 @@ class EnginePool:
     # What routes need.
 
     def place(self, route: Route) -> Replica | None:
-        """See `route.Pool`."""
+        """See `interface.Pool`."""
         work = {
             replica: replica.work_tokens
             for replica in self._ready()
@@ -218,11 +219,11 @@ class EnginePool:
         return chosen
 
     def has(self, kind: Kind) -> bool:
-        """See `route.Pool`."""
+        """See `interface.Pool`."""
         return "" not in kind and any(replica.kind == kind for replica in self.replicas.values())
 
     def hold(self, route: Route, *, retry_after_ms: int) -> None:
-        """See `route.Pool`."""
+        """See `interface.Pool`."""
         now_s = trio.current_time()
         route.not_before_s = now_s + retry_after_ms / 1000
         if route.give_up_s is None:
@@ -231,15 +232,16 @@ class EnginePool:
         self._held[route.key] = route
 
     def wake_at(self, route: Route, at_s: float) -> None:
-        """See `route.Pool`."""
+        """See `interface.Pool`."""
         self._timers.add(at_s, route.key)
 
     def moved(self, route: Route) -> None:
-        """See `route.Pool`."""
+        """See `interface.Pool`."""
         (self._pool_metrics.moved if route.kind is None else self._pool_metrics.resumed).inc()
+        self._ended.unpark_all()
 
     def ended(self, route: Route) -> None:
-        """See `route.Pool`."""
+        """See `interface.Pool`."""
         self._held.pop(route.key, None)
         if self._routes.pop(route.key, None) is None:
             return
@@ -250,7 +252,7 @@ class EnginePool:
             self.metrics.refused.labels(terminal.code).inc()
         elif route.refusal is not None:
             self.metrics.refused.labels(route.refusal.code).inc()
-        self._ended.set()
+        self._ended.unpark_all()
         self._picture.changed()
 
     def _wake(self, key: int) -> None:
@@ -264,7 +266,7 @@ class EnginePool:
 
     def _changed(self, replica: Replica) -> None:
         """It is ready, or has said how much work it has."""
-        if self._hello is None:
+        if self._hello is None or not self.has((self._hello.revision, self._hello.dtype)):
             self._hello = replica.hello
             self._first.set()
         now_s = trio.current_time()
@@ -284,8 +286,7 @@ class EnginePool:
         waiting = sum(route.waiting for route in self._routes.values())
         return waiting, len(self._routes) - waiting
 
-    async def _wait_ended(self, at_most_s: float) -> None:
+    async def _wait_ended(self, at_most_s: float, live: Callable[[], int]) -> None:
         with trio.move_on_after(at_most_s):
-            while self._routes:
-                self._ended = trio.Event()
-                await self._ended.wait()
+            while live():
+                await self._ended.park()

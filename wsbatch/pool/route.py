@@ -5,7 +5,6 @@ Everything here is synchronous: a frame from a replica goes straight into the cl
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import trio
 
@@ -23,6 +22,7 @@ from wsbatch.errors import (
 )
 from wsbatch.messages import Accepted, Event, Failed, Finished, FinishReason, GenerateRequest, Started, Tokens
 from wsbatch.pool.attempt import Attempt
+from wsbatch.pool.interface import Pool
 from wsbatch.pool.output import Output
 from wsbatch.pool.placing import beginnings, estimated_tokens
 from wsbatch.pool.replica import Kind, Replica
@@ -34,43 +34,6 @@ _ELSEWHERE = frozenset({"queue_full", "draining", "engine_dead", "quota", "shed"
 
 _ANSWER_S = 1.0  # for a replica to say how a request ended that was cancelled there
 _LATE_S = 0.25  # a replica keeps a request's timeout, and knows better how it ended: the pool steps in after this
-
-
-class Pool(Protocol):
-    """What a route needs of its pool."""
-
-    @property
-    def max_unread_tokens(self) -> int:
-        """Bound on what the client leaves unread."""
-        ...
-
-    def place(self, route: "Route") -> Replica | None:
-        """The replica for it; None where none can take it now."""
-        ...
-
-    def has(self, kind: Kind) -> bool:
-        """Whether there is a replica of this kind, or there was one that may come back."""
-        ...
-
-    def hold(self, route: "Route", *, retry_after_ms: int) -> None:
-        """None can take it: `dispatch` it again when that has changed, but not before this time."""
-        ...
-
-    def refusal(self) -> RequestError | None:
-        """Why a request made now would be refused."""
-        ...
-
-    def wake_at(self, route: "Route", at_s: float) -> None:
-        """Call its `wake` then."""
-        ...
-
-    def moved(self, route: "Route") -> None:
-        """It goes to another replica because of what happened on the one before."""
-        ...
-
-    def ended(self, route: "Route") -> None:
-        """It has its terminal event, or was refused."""
-        ...
 
 
 class Route:
@@ -193,6 +156,15 @@ class Route:
             self._ending, self._ending_by_s = reason, trio.current_time() + _ANSWER_S
             self.attempt.replica.cancel(self.attempt)
             self._pool.wake_at(self, self._ending_by_s)
+
+    def vacate(self) -> None:
+        """Its replica is let go of in good order, which nobody is to blame for: go on elsewhere. Where no other replica
+        may, it ends with `shutdown`."""
+        if self.kind is not None and not self._pool.has(self.kind):
+            self.end("shutdown")
+        elif self._ending is None:
+            self._leave()
+            self._move()
 
     def drop(self) -> None:
         """Nobody wants it any more, and nobody has seen it accepted."""
