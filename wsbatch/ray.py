@@ -198,8 +198,8 @@ async def open_fleet(
     """
     ray = _import_ray()
     pool_config = replace(pool_config or PoolConfig(), first_replica_s=config.start_timeout_s)
-    # A thread of its own to the end: the kernel ends the processes of a local cluster with the thread that started them,
-    # and trio lets a thread go that has been idle for ten seconds. Not the main one: Ray would take over its signals.
+    # A thread of its own to the end: the kernel ends the processes of a local cluster with the thread that started
+    # them, and trio lets a thread go that has been idle for ten seconds. Not the main one: Ray would take its signals.
     thread = ThreadPoolExecutor(1, "wsbatch-ray")
     connected = False
     raised: BaseException | None = None

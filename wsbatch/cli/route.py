@@ -9,7 +9,7 @@ import trio
 from wsbatch.cli.hosting import CANNOT_START, EXIT_STATUSES, host_engine, set_up_logging
 from wsbatch.cli.parsing import TOKEN_VARIABLE, Commands, add_parser, complain, token_from_environment
 from wsbatch.cli.serve import LOG_LEVELS
-from wsbatch.cli.settings import add_settings, read_settings
+from wsbatch.cli.settings import ROUTER_DEFAULTS, add_settings, read_settings
 from wsbatch.config import PoolConfig, ServerConfig
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ that has its prompt's beginning; when a replica is lost, its streams go on with 
 
 Once it listens, one line goes to stdout: `listening on ws://HOST:PORT`. Everything else goes to
 stderr. SIGTERM or Ctrl-C drains the router; the replicas are left as they are. The auth token of
-clients can also be given as ${TOKEN_VARIABLE}. Here --frame-interval-ms is 0 by default: the replicas
-merge frames already.
+clients can also be given as ${TOKEN_VARIABLE}.
 """
 
 _EPILOG = f"""\
@@ -43,7 +42,7 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("replicas", nargs="+", metavar="URL", help="of a replica: ws://HOST:PORT or wss://…")
     parser.add_argument("--replica-token", metavar="TEXT", help="auth token of the replicas; default: that of clients")
     add_settings(parser, PoolConfig, title="replicas")
-    add_settings(parser, ServerConfig, title="server")
+    add_settings(parser, ServerConfig, title="server", **ROUTER_DEFAULTS)
     parser.add_argument(
         "--log-level", choices=LOG_LEVELS, default="info", help="least severity logged to stderr (default: info)"
     )
@@ -54,10 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Route until the end; the exit status."""
     try:
         pool_config = read_settings(arguments, PoolConfig)
-        # The replicas have merged what comes in quick succession: to hold it back once more would only cost time.
-        server_config = read_settings(
-            arguments, ServerConfig, auth_token=token_from_environment(), frame_interval_ms=0.0
-        )
+        server_config = read_settings(arguments, ServerConfig, auth_token=token_from_environment(), **ROUTER_DEFAULTS)
     except ValueError as error:
         complain("route", error)
         return CANNOT_START

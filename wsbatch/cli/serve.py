@@ -2,15 +2,15 @@
 
 import argparse
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import trio
 
 from wsbatch.cli.hosting import CANNOT_START, EXIT_STATUSES, LOG, host, host_engine, set_up_logging
 from wsbatch.cli.parsing import TOKEN_VARIABLE, Commands, add_parser, complain, token_from_environment
-from wsbatch.cli.settings import add_settings, read_settings
+from wsbatch.cli.settings import ROUTER_DEFAULTS, add_settings, read_settings
 from wsbatch.config import EngineConfig, FleetConfig, PoolConfig, ServerConfig
 from wsbatch.errors import WsbatchError
 
@@ -38,7 +38,8 @@ examples:
   wsbatch serve --model simulated:tau_ms=50          the same, with 50 ms a step
   wsbatch serve --ray auto --replicas 4 --replica-gpus 1   four replicas on a Ray cluster, and a router here
 
-With --ray the model runs in Ray actors and this process is their router (see `wsbatch route`).
+With --ray the model runs in Ray actors and this process is their router (see `wsbatch route`); then
+--frame-interval-ms is 0 by default.
 SIGHUP replaces the replicas one at a time; SIGTTIN and SIGTTOU make them one more or one less.
 
 environment:
@@ -72,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until the end; the exit status."""
     try:
         engine_config = read_settings(arguments, EngineConfig)
-        server_config = read_settings(arguments, ServerConfig, auth_token=token_from_environment())
+        defaults = {} if arguments.ray is None else ROUTER_DEFAULTS
+        server_config = read_settings(arguments, ServerConfig, auth_token=token_from_environment(), **defaults)
         fleet_config = read_settings(arguments, FleetConfig)
         pool_config = read_settings(arguments, PoolConfig)
         if arguments.ray is None and fleet_config.replicas > 1:
@@ -83,25 +85,19 @@ def run(arguments: argparse.Namespace) -> int:
     set_up_logging(arguments.log_level)
     if arguments.ray is not None:
 
-        @asynccontextmanager
-        async def opening() -> "AsyncIterator[Engine]":
+        def opening() -> "AbstractAsyncContextManager[Fleet]":
             from wsbatch.ray import open_fleet
 
-            async with (
-                open_fleet(
-                    engine_config,
-                    fleet_config,
-                    address=arguments.ray,
-                    pool_config=pool_config,
-                    drain_s=server_config.drain_s,
-                ) as fleet,
-                trio.open_nursery() as nursery,
-            ):
-                nursery.start_soon(_obey_signals, fleet)
-                yield fleet.pool
-                nursery.cancel_scope.cancel()
+            return open_fleet(
+                engine_config,
+                fleet_config,
+                address=arguments.ray,
+                pool_config=pool_config,
+                drain_s=server_config.drain_s,
+            )
 
-        return host_engine("serve", opening, server_config, visit=_announce)
+        replicas = _Replicas(opening)
+        return host_engine("serve", replicas.open, server_config, visit=replicas.command)
     return host("serve", engine_config, server_config, visit=_announce)
 
 
@@ -110,16 +106,31 @@ async def _announce(server: "Server") -> None:
     await trio.sleep_forever()
 
 
-async def _obey_signals(fleet: "Fleet") -> None:
-    """SIGHUP replaces the replicas; SIGTTIN and SIGTTOU, as for other servers, mean one more and one less."""
-    with trio.open_signal_receiver(signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU) as signals:
-        async for number in signals:
-            try:
-                if number == signal.SIGHUP:
-                    LOG.info("replacing %d replicas, one at a time", len(fleet.actors))
-                    await fleet.roll()
-                else:
-                    await fleet.scale(len(fleet.actors) + (1 if number == signal.SIGTTIN else -1))
-                LOG.info("there are %d replicas", len(fleet.actors))
-            except WsbatchError as error:
-                LOG.error("the replicas are left as they are: %s", error)
+class _Replicas:
+    """Those on Ray, while the router here serves them."""
+
+    def __init__(self, opening: "Callable[[], AbstractAsyncContextManager[Fleet]]") -> None:
+        self._opening = opening
+        self._fleet: Fleet
+
+    @asynccontextmanager
+    async def open(self) -> "AsyncIterator[Engine]":
+        """Start them, and end them at the end."""
+        async with self._opening() as self._fleet:
+            yield self._fleet.pool
+
+    async def command(self, server: "Server") -> None:
+        """SIGHUP replaces them; SIGTTIN and SIGTTOU, as for other servers, mean one more and one less."""
+        fleet = self._fleet
+        with trio.open_signal_receiver(signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU) as signals:
+            print(f"listening on {server.url}", flush=True)
+            async for number in signals:
+                try:
+                    if number == signal.SIGHUP:
+                        LOG.info("replacing %d replicas, one at a time", len(fleet.actors))
+                        await fleet.roll()
+                    else:
+                        await fleet.scale(len(fleet.actors) + (1 if number == signal.SIGTTIN else -1))
+                    LOG.info("there are %d replicas", len(fleet.actors))
+                except WsbatchError as error:
+                    LOG.error("the replicas are left as they are: %s", error)

@@ -3,7 +3,7 @@
 import argparse
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -11,13 +11,18 @@ from wsbatch.config import Settings
 
 _Config = TypeVar("_Config", bound=Settings)
 
+# Of a router's ServerConfig: its replicas have merged what comes in quick succession, and to hold that back once more
+# would only cost time.
+ROUTER_DEFAULTS = {"frame_interval_ms": 0.0}
 
-def add_settings(parser: argparse.ArgumentParser, config: type[Settings], *, title: str) -> None:
-    """Add a flag for each field of `config`. Flags that are not given leave no attribute behind."""
+
+def add_settings(parser: argparse.ArgumentParser, config: type[Settings], *, title: str, **defaults: Any) -> None:
+    """Add a flag for each field of `config`. Flags that are not given leave no attribute behind: `defaults`, for the
+    help alone, are what `read_settings` is given too."""
     group = parser.add_argument_group(title)
     hints = get_type_hints(config)
     for spec in fields(config):  # type: ignore[arg-type]  # Settings itself is no dataclass, its subclasses are
-        options: dict[str, Any] = {"dest": spec.name, "default": argparse.SUPPRESS, "help": _help(spec)}
+        options: dict[str, Any] = {"dest": spec.name, "default": argparse.SUPPRESS, "help": _help(spec, defaults)}
         kind = _without_none(hints[spec.name])
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -50,15 +55,16 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _help(spec: Field[Any]) -> str:
+def _help(spec: Field[Any], defaults: Mapping[str, Any]) -> str:
     notes = []
+    default = defaults.get(spec.name, spec.default)
     least, most = spec.metadata["least"], spec.metadata["most"]
     if most is not None:
         notes.append(f"{_number(least)} to {_number(most)}")
     elif least is not None:
         notes.append(f"at least {_number(least)}")
-    if spec.default is not None and spec.default != ():  # the text itself says what those mean
-        notes.append(f"default: {_shown(spec.default)}")
+    if default is not None and default != ():  # the text itself says what those mean
+        notes.append(f"default: {_shown(default)}")
     text: str = spec.metadata["help"] + (f" ({'; '.join(notes)})" if notes else "")
     return text.replace("%", "%%")
 
