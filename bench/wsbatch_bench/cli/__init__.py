@@ -1,5 +1,6 @@
 """`wsbatch-bench`: the command line."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -11,6 +12,9 @@ from wsbatch_bench.cli import (
     convoy,
     load,
     offline,
+    overload,
+    plan,
+    replicas,
     router,
     scaling,
     soak,
@@ -45,8 +49,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         streaming,
         convoy,
         offline,
+        overload,
         router,
+        plan,
+        replicas,
     ):
         command.add_command(commands)
     arguments = parser.parse_args(argv)
-    sys.exit(arguments.run(arguments))
+    try:
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:  # `| head` has seen enough; what is still buffered must not raise once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 141
+    sys.exit(status)

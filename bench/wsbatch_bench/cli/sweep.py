@@ -140,7 +140,7 @@ def _meta(arguments: argparse.Namespace, sweep: Sweep, capacity: float, costs: C
     shown = "" if arguments.engine == "real" else ", in virtual time"
     title = f"{model} model{shown}: {sweep.trace.arrivals} arrivals, {sweep.measured} requests a point"
     if (sweep.trace.prompts, sweep.trace.outputs) != (DEFAULT_PROMPTS, DEFAULT_OUTPUTS):
-        title += f"\nnot the standard lengths: prompts {sweep.trace.prompts}, outputs {sweep.trace.outputs}"
+        title += f"\nnot the standard lengths: prompts {sweep.trace.prompts},\noutputs {sweep.trace.outputs}"
     return {
         "title": title,
         "engine": arguments.engine,
