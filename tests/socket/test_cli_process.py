@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import resource
 import select
 import signal
 import socket
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+
+from wsbatch.cli.descriptors import OTHER_DESCRIPTORS
 
 WSBATCH = [sys.executable, "-m", "wsbatch"]
 # For whatever must happen: never waited out in a run that passes.
@@ -234,6 +237,19 @@ def test_a_second_signal_ends_a_server_whose_step_hangs(serve: Callable[..., Ser
     assert status == 1
     assert "Traceback" not in err
     assert rest_of(asking)[0] == 1
+
+
+def test_the_server_may_open_as_many_files_as_its_connections_need(start: Start) -> None:
+    """Under a shell that allows fewer; and it says so where the system does not let it have them."""
+    for max_connections, allowed, warned in ((300, 2 * 300 + OTHER_DESCRIPTORS, False), (600, 1000, True)):
+        limited = ["sh", "-c", 'ulimit -Sn 500 && ulimit -Hn 1000 && exec "$@"', "sh", *WSBATCH]
+        flags = ["--model", "simulated:tau_ms=1", "--port", "0", "--max-connections", str(max_connections)]
+        server = Server(start("serve", *flags, program=limited))
+        assert resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE) == (allowed, 1000)
+        server.terminate()
+        status, _, err = rest_of(server.process)
+        assert status == 0
+        assert ("max_connections 600 can need" in err) == warned
 
 
 def test_a_step_that_stalls_ends_the_server_after_its_clients_are_told(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import trio
 
+from wsbatch.cli.descriptors import allow_connections
 from wsbatch.cli.parsing import complain
 from wsbatch.cli.progress import LoadProgress, load_progress
 from wsbatch.cli.settings import in_flags
@@ -75,6 +76,7 @@ def host_engine(
     command: str, opening: Opening, server_config: ServerConfig, *, visit: Visit, progress: LoadProgress | None = None
 ) -> int:
     """Serve the engine that `opening` opens, until a signal comes; the exit status. `progress` is of its loading."""
+    allow_connections(server_config.max_connections)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         # Here, because the base install has none of it.
