@@ -23,6 +23,7 @@ class Record:
         error: the code of what ended it instead of an answer.
         reported_tokens: output tokens by the server's own count.
         timing, batch: what the server said of it; None from servers that do not say.
+        priority: its class, 0 the most urgent.
     """
 
     index: int
@@ -36,6 +37,7 @@ class Record:
     reported_tokens: int | None = None
     timing: Timing | None = None
     batch: BatchReport | None = None
+    priority: int = 0
 
     @property
     def tokens(self) -> int:

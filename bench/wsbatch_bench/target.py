@@ -32,7 +32,8 @@ class Target(Protocol):
     async def send(self, record: Record, prompt_ids: tuple[int, ...], start_s: float) -> None:
         """Send now; wait for the end; write down what came, in seconds since `start_s` on trio's clock.
 
-        Failures are written down, not raised. Exactly `record.output_tokens` tokens are asked for, greedily.
+        Failures are written down, not raised. Exactly `record.output_tokens` tokens are asked for, greedily. Cancelled,
+        it leaves the request.
         """
         ...
 
@@ -81,7 +82,8 @@ class WebSocketTarget:
         client, lost = None, False
         try:
             client = self._free.pop() if self._free else await self._open()
-            async with client.generate(GenerateRequest(token_ids=prompt_ids, sampling=sampling)) as stream:
+            request = GenerateRequest(token_ids=prompt_ids, sampling=sampling, priority=record.priority)
+            async with client.generate(request) as stream:
                 async for event in stream:
                     now_s = trio.current_time() - start_s
                     if isinstance(event, Tokens):
@@ -95,8 +97,9 @@ class WebSocketTarget:
         except WsbatchError as error:
             record.failed(getattr(error, "code", type(error).__name__), trio.current_time() - start_s)
             lost = isinstance(error, ConnectionLost)
-        if client is not None and not lost:
-            self._free.append(client)
+        finally:
+            if client is not None and not lost:  # also where the caller has given up: that is a `cancel`, no more
+                self._free.append(client)
 
     async def totals(self) -> ServerTotals:
         """See `Target.totals`."""

@@ -21,9 +21,12 @@ _HOST = "virtual"
 
 @asynccontextmanager
 async def open_virtual_target(
-    config: EngineConfig, costs: StepCosts
+    config: EngineConfig, costs: StepCosts, *, connections: int = 1
 ) -> AsyncIterator[tuple[WebSocketTarget, VirtualWorker]]:
-    """A server over a simulated model, ready for load. Only under an autojump clock; see `run_virtual`."""
+    """A server over a simulated model, ready for load; so many connections are open, more follow on demand.
+
+    Only under an autojump clock; see `run_virtual`.
+    """
     listener = MemoryListener()
     server_config = ServerConfig(max_connections=65_536)
     async with open_virtual_engine(config, costs) as (engine, worker), trio.open_nursery() as nursery:
@@ -36,7 +39,7 @@ async def open_virtual_target(
             async with open_client(await listener.connect(), _HOST, keepalive_s=None) as client:
                 yield client
 
-        async with open_websocket_target(connect, dial=listener.connect, host=_HOST, connections=1) as target:
+        async with open_websocket_target(connect, dial=listener.connect, host=_HOST, connections=connections) as target:
             yield target, worker
         nursery.cancel_scope.cancel()
 
