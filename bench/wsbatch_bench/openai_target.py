@@ -1,7 +1,7 @@
 """Peers that speak OpenAI's completions API over streaming HTTP: vLLM, llama.cpp's server, OpenVINO's, and others."""
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -10,36 +10,56 @@ import trio
 from wsbatch_bench.http_client import Dial, HttpFailed, request
 from wsbatch_bench.record import Record
 
+Prompt = Callable[[tuple[int, ...]], list[int] | str]
+"""What is sent for a trace's prompt ids."""
+
 
 class OpenAiTarget:
     """One endpoint, such as http://127.0.0.1:8000/v1/completions. Each request has a connection of its own.
 
     Prompts are token ids and lengths exact (`ignore_eos`, `min_tokens`), so that every server does the same work. A
     server that ignores these gets a run that is marked invalid, because the tokens do not add up.
+
+    Args:
+        extra: fields of the request's body on top of ours; None leaves a field out, for servers that refuse what they
+            do not know.
+        make_prompt: the prompt for servers that take no token ids (`text_prompts`).
     """
 
     backend = "openai"
 
-    def __init__(self, model: str, *, dial: Dial, host: str, path: str, auth_token: str | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        dial: Dial,
+        host: str,
+        path: str,
+        auth_token: str | None = None,
+        extra: dict[str, Any] | None = None,
+        make_prompt: Prompt = list,
+    ) -> None:
         self.model = model
         self._dial = dial
         self._host = host
         self._path = path
         self._headers = [] if auth_token is None else [("Authorization", f"Bearer {auth_token}")]
+        self._extra = extra or {}
+        self._make_prompt = make_prompt
 
     async def send(self, record: Record, prompt_ids: tuple[int, ...], start_s: float) -> None:
         """See `Target.send`."""
         body = {
             "model": self.model,
-            "prompt": list(prompt_ids),
+            "prompt": self._make_prompt(prompt_ids),
             "max_tokens": record.output_tokens,
             "min_tokens": record.output_tokens,
             "ignore_eos": True,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        }
-        data = json.dumps(body).encode()
+        } | self._extra
+        data = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
         record.sent_s = trio.current_time() - start_s
         try:
             async with request(self._dial, self._host, self._path, body=data, headers=self._headers) as chunks:
@@ -58,10 +78,13 @@ class OpenAiTarget:
         seen = 0
         async with aclosing(_events(chunks)) as events:
             async for event in events:
-                counted = (event.get("usage") or {}).get("completion_tokens")
-                has_text = any("text" in choice for choice in event.get("choices", []))
-                # Where usage comes only at the end, an event is one token until it does; then the last one makes up.
-                total = counted if counted is not None else seen + has_text
+                usage = event.get("usage") or {}
+                if usage.get("prompt_tokens", record.prompt_tokens) != record.prompt_tokens:
+                    raise HttpFailed("prompt_length", f"{usage['prompt_tokens']} prompt tokens, not as many as sent")
+                counted = usage.get("completion_tokens")
+                # Where usage comes only at the end, an event with text is one token until it does; then the last one
+                # makes up. (Without text it may be the news of the finish alone, or the first bytes of a character.)
+                total = counted if counted is not None else seen + any(_texts(event))
                 if total > seen:
                     record.arrivals.append((trio.current_time() - start_s, total - seen))
                 seen = total
@@ -69,6 +92,10 @@ class OpenAiTarget:
                     record.reported_tokens = counted
         if record.reported_tokens is None:
             record.reported_tokens = seen
+
+
+def _texts(event: dict[str, Any]) -> list[str]:
+    return [choice["text"] for choice in event.get("choices", []) if choice.get("text")]
 
 
 async def _events(chunks: AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any], None]:

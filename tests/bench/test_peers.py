@@ -3,19 +3,24 @@
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 import h11
 import pytest
+import tokenizers
 import trio
 from trio.testing import MockClock
 
 from wsbatch.testing.streams import MemoryListener, MemoryStream
 from wsbatch_bench.calibration import Calibration, load_calibration, measure_client
+from wsbatch_bench.cli import main as bench_main
 from wsbatch_bench.cli.compare import table
 from wsbatch_bench.load import LoadPlan, LoadRun, run_load
 from wsbatch_bench.openai_target import OpenAiTarget
 from wsbatch_bench.setting import Setting
 from wsbatch_bench.summary import summarise
+from wsbatch_bench.text_prompts import TextPrompts
 from wsbatch_bench.virtual import open_virtual_target, run_virtual
 from wsbatch_bench.vllm_json import result_json
 
@@ -32,8 +37,18 @@ def well_behaved(body: dict[str, object]) -> list[bytes]:
     """As llama.cpp does: usage at the end only."""
     tokens = body["max_tokens"]
     assert isinstance(tokens, int)
+    finish = event(choices=[{"text": "", "finish_reason": "length"}])  # no token comes with this one
     last = event(choices=[], usage={"completion_tokens": tokens})
-    return [*(event(choices=[{"text": "x"}]) for _ in range(tokens)), last, b"data: [DONE]\n\n"]
+    return [*(event(choices=[{"text": "x"}]) for _ in range(tokens)), finish, last, b"data: [DONE]\n\n"]
+
+
+def by_characters(body: dict[str, object]) -> list[bytes]:
+    """As transformers does: a token that is half a character has no event; the usage comes with the finish."""
+    tokens = body["max_tokens"]
+    assert isinstance(tokens, int)
+    usage = {"prompt_tokens": 20, "completion_tokens": tokens}
+    finish = event(choices=[{"text": "", "finish_reason": "length"}], usage=usage)
+    return [*(event(choices=[{"text": "é"}]) for _ in range(tokens // 2)), finish]
 
 
 def merging(body: dict[str, object]) -> list[bytes]:
@@ -45,7 +60,7 @@ def merging(body: dict[str, object]) -> list[bytes]:
 
 
 @asynccontextmanager
-async def peer(answer: Answer, *, status: int = 200) -> AsyncIterator[OpenAiTarget]:
+async def peer(answer: Answer, *, status: int = 200, **options: Any) -> AsyncIterator[OpenAiTarget]:
     listener = MemoryListener()
 
     async def serve(stream: MemoryStream) -> None:
@@ -68,7 +83,7 @@ async def peer(answer: Answer, *, status: int = 200) -> AsyncIterator[OpenAiTarg
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trio.serve_listeners, serve, [listener])
-        yield OpenAiTarget("m", dial=listener.connect, host="peer", path="/v1/completions")
+        yield OpenAiTarget("m", dial=listener.connect, host="peer", path="/v1/completions", **options)
         nursery.cancel_scope.cancel()
 
 
@@ -77,7 +92,7 @@ async def load(target: OpenAiTarget, *, output: int = 4) -> LoadRun:
     return await run_load(target, LoadPlan(trace=trace, rate=1.0, warmup=0, measured=6))
 
 
-@pytest.mark.parametrize("answer", [well_behaved, merging])
+@pytest.mark.parametrize("answer", [well_behaved, merging, by_characters])
 async def test_tokens_of_a_peer_are_counted_not_its_events(autojump_clock: MockClock, answer: Answer) -> None:
     async with peer(answer) as target:
         run = await load(target)
@@ -113,6 +128,85 @@ async def test_a_peer_that_is_not_there_is_a_failure(autojump_clock: MockClock) 
 
     run = await load(OpenAiTarget("m", dial=refuse, host="peer", path="/"))
     assert {record.error for record in run.records} == {"ConnectionRefusedError"}
+
+
+async def test_a_peer_that_counts_another_prompt_did_not_do_the_same_work(autojump_clock: MockClock) -> None:
+    def other(body: dict[str, object]) -> list[bytes]:
+        return [event(choices=[{"text": "x"}], usage={"prompt_tokens": 21, "completion_tokens": 4})]
+
+    async with peer(other) as target:
+        run = await load(target)
+    assert {record.error for record in run.records} == {"prompt_length"}
+
+
+async def test_fields_that_a_peer_refuses_are_left_out_and_others_added(autojump_clock: MockClock) -> None:
+    bodies: list[dict[str, object]] = []
+
+    def keep(body: dict[str, object]) -> list[bytes]:
+        bodies.append(body)
+        return well_behaved(body)
+
+    async with peer(keep, extra={"min_tokens": None, "ignore_eos": None, "top_k": 1}) as target:
+        await load(target)
+    assert bodies[0].keys() >= {"prompt", "max_tokens", "stream"}
+    assert bodies[0].keys().isdisjoint({"min_tokens", "ignore_eos"})
+    assert bodies[0]["top_k"] == 1
+    assert bodies[0]["prompt"] == list(short_trace(6).prompt_ids(0, 20))
+
+
+@pytest.mark.parametrize("bos", [False, True])
+async def test_text_prompts_are_of_the_same_number_of_tokens(
+    autojump_clock: MockClock, tmp_path: Path, bos: bool
+) -> None:
+    file, tokenizer = small_tokenizer(tmp_path, bos=bos)
+    bodies: list[dict[str, object]] = []
+
+    def keep(body: dict[str, object]) -> list[bytes]:
+        bodies.append(body)
+        return by_characters(body)
+
+    async with peer(keep, make_prompt=TextPrompts(file)) as target:
+        run = await load(target)
+    assert all(record.ok for record in run.records)
+    texts = [str(body["prompt"]) for body in bodies]
+    assert {len(tokenizer.encode(text).ids) for text in texts} == {20}
+    assert len(set(texts)) == len(texts)
+
+
+def small_tokenizer(folder: Path, *, bos: bool) -> tuple[Path, tokenizers.Tokenizer]:
+    """A byte-level one that knows four words, and writes a BOS before every text or does not."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        special_tokens=["<s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([" one two three four"] * 4, trainer)
+    if bos:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json", tokenizer
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--extra-body", "[1]"], "must be an object, got '[1]'"),
+        (["--extra-body", "{"], "must be JSON"),
+        (["--text-prompts", "no/such/file"], "no/such/file: not a tokenizer"),
+    ],
+)
+def test_flags_for_peers_are_checked(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_main(["load", "http://peer/v1/completions", "--model", "m", *flags])
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_vocabulary_without_words_makes_no_prompts(tmp_path: Path) -> None:
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "empty.json"))
+    with pytest.raises(ValueError, match="no token is a space and a word"):
+        TextPrompts(tmp_path / "empty.json")
 
 
 def test_two_results_in_one_table() -> None:

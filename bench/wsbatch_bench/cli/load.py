@@ -25,6 +25,7 @@ from wsbatch_bench.load import LoadPlan, LoadRun, run_load
 from wsbatch_bench.openai_target import OpenAiTarget
 from wsbatch_bench.summary import parse_goodput, summarise
 from wsbatch_bench.target import Target, open_websocket_target
+from wsbatch_bench.text_prompts import TextPrompts
 from wsbatch_bench.text_report import summary_lines
 from wsbatch_bench.trace import Trace
 from wsbatch_bench.vllm_json import result_json
@@ -80,6 +81,19 @@ def add_command(commands: Commands) -> None:
     group.add_argument("--connections", type=int, default=16, metavar="N", help="opened beforehand (default: 16)")
     peers = parser.add_argument_group("peers")
     peers.add_argument("--model", metavar="NAME", help="http: the model's name there")
+    peers.add_argument(
+        "--extra-body",
+        type=_object,
+        metavar="JSON",
+        help='http: more fields of each request; null leaves one of ours out: {"min_tokens": null}',
+    )
+    peers.add_argument(
+        "--text-prompts",
+        type=_text_prompts,
+        default=list,
+        metavar="FILE",
+        help="http: send text of the same number of tokens by this tokenizer.json, where ids are not taken",
+    )
     peers.add_argument("--max-batch-size", type=int, default=8, metavar="N", help="transformers: default: 8")
     peers.add_argument("--max-wait-ms", type=float, default=0.0, metavar="MS", help="transformers: default: 0")
     peers.add_argument("--dtype", default="auto", metavar="TEXT", help="transformers: as `wsbatch serve` takes it")
@@ -159,7 +173,15 @@ async def _open_target(arguments: argparse.Namespace) -> AsyncIterator[Target]:
     dial, host, path = dial_url(url)
     token = token_from_environment()
     if url.startswith("http"):
-        yield OpenAiTarget(arguments.model, dial=dial, host=host, path=path, auth_token=token)
+        yield OpenAiTarget(
+            arguments.model,
+            dial=dial,
+            host=host,
+            path=path,
+            auth_token=token,
+            extra=arguments.extra_body,
+            make_prompt=arguments.text_prompts,
+        )
         return
     opening = partial(connect, url, auth_token=token)
     async with open_websocket_target(opening, dial=dial, host=host, connections=arguments.connections) as target:
@@ -191,6 +213,23 @@ def _rate(text: str) -> float:
     if not rate > 0:
         raise argparse.ArgumentTypeError("must be above 0")
     return rate
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be an object, got {text!r}")
+    return value
+
+
+def _text_prompts(text: str) -> TextPrompts:
+    try:
+        return TextPrompts(Path(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
