@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "wsbatch"
 ROWS: list[set[str]] = [
     {"messages", "errors", "config", "steps"},
     {"wire", "text", "batching", "metrics", "model"},
-    {"client", "worker", "tokenising", "timers"},
+    {"client", "worker", "tokenising", "timers", "watchdog"},
     {"stream", "generation", "engine", "batch_engine", "requests", "intake", "isolation", "opening", "watching"},
     {"session", "pool"},
     {"transport", "http", "handshake", "page", "fragments"},

@@ -28,6 +28,7 @@ from wsbatch.requests import Requests
 from wsbatch.steps import ModelInfo
 from wsbatch.stream import Stream
 from wsbatch.text import TextCodec
+from wsbatch.watchdog import Watchdog
 from wsbatch.worker import Worker
 
 _logger = logging.getLogger("wsbatch.engine")
@@ -94,6 +95,7 @@ class BatchEngine:
         )
         self._draining = False
         self._step_began_s: float | None = None  # of the step in flight
+        self._watchdog = Watchdog(config.step_stall_s)
         self._death: EngineDead | None = None
         self._died = trio.Event()
         self.metrics.watch(lambda: self._scheduler.running, lambda: len(self._requests.waiting), self._scheduler.cache)
@@ -180,6 +182,7 @@ class BatchEngine:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._requests.timers.run)
+                nursery.start_soon(self._watchdog.run)
                 try:
                     while True:
                         await self._turn()
@@ -226,7 +229,7 @@ class BatchEngine:
         lanes = self._scheduler.lanes() if self._picture.watched else ()
         self._step_began_s = now_s
         try:
-            with trio.fail_after(self._config.step_stall_s):
+            with self._watchdog.watching():
                 result, failed = await run_step(self._worker, step.plan)
         except StepFailed as error:
             self._requests.fail(self._scheduler.abort(trio.current_time()), ModelError(f"the model failed: {error}"))

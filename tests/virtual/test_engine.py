@@ -19,7 +19,7 @@ from wsbatch.errors import (
     TooLarge,
 )
 from wsbatch.messages import Accepted, Failed, Finished, GenerateRequest, SamplingParams, Tokens
-from wsbatch.steps import PaddedStart
+from wsbatch.steps import PaddedStart, StepPlan, StepResult
 from wsbatch.stream import Stream
 from wsbatch.testing.worker import open_virtual_engine
 
@@ -270,6 +270,35 @@ async def test_a_stalled_step_kills_the_engine_honestly(autojump_clock: MockCloc
         with pytest.raises(EngineDead, match=r"no progress for 1\.0 s"):
             await engine.submit(request())
         assert isinstance(await engine.wait_dead(), EngineDead)
+
+
+async def test_a_suspended_process_does_not_take_its_step_for_stalled(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock jumps over a minute, as when a stopped process goes on; the step then ends, in less than its time."""
+    async with open_virtual_engine(config(max_wait_ms=0.0, step_stall_s=5.0)) as (engine, worker):
+        step, held = worker.step, trio.Event()
+
+        async def hold(plan: StepPlan) -> StepResult:
+            await held.wait()
+            return await step(plan)
+
+        monkeypatch.setattr(worker, "step", hold)
+        stream = await engine.submit(request(tokens=2))
+        await trio.sleep(2.0)
+        autojump_clock.jump(60.0)
+        await trio.sleep(1.5)
+        assert engine.state == "ready"
+        held.set()
+        assert isinstance(await ending(stream), Finished)
+        # It still has what it had before; what the watchdog slept through counts as a second at most.
+        held = trio.Event()
+        await engine.submit(request())
+        await trio.sleep(2.0)
+        autojump_clock.jump(60.0)
+        resumed_s = trio.current_time()
+        await engine.wait_dead()
+        assert 2.0 <= trio.current_time() - resumed_s <= 3.01
 
 
 async def test_a_wedged_scheduler_is_noticed(autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch) -> None:
