@@ -2,6 +2,8 @@
 
 import random
 from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import erf, exp, log, sqrt
@@ -88,13 +90,18 @@ def _lognormal_cdf(value: float, median: float, sigma: float) -> float:
 
 
 def _empirical(spec: str, path: Path) -> Lengths:
-    counts: dict[int, int] = {}
+    lengths = []
     for number, line in enumerate(path.read_text().split(), 1):
         if not line.isdecimal() or int(line) < 1:
             raise ValueError(f"lengths {spec!r}: line {number} is {line!r}: must be a whole number of at least 1")
-        counts[int(line)] = counts.get(int(line), 0) + 1
-    if not counts:
+        lengths.append(int(line))
+    if not lengths:
         raise ValueError(f"lengths {spec!r}: the file holds no length")
+    return lengths_of(spec, lengths)
+
+
+def lengths_of(spec: str, lengths: Sequence[int]) -> Lengths:
+    """The distribution of these lengths, at least one; `spec` says where they come from."""
+    counts = Counter(lengths)
     values = tuple(sorted(counts))
-    total = sum(counts.values())
-    return Lengths(spec, values, tuple(count / total for count in accumulate(counts[value] for value in values)))
+    return Lengths(spec, values, tuple(n / len(lengths) for n in accumulate(counts[value] for value in values)))

@@ -37,7 +37,7 @@ class Cost:
 
 
 @contextmanager
-def _process(*command: str) -> Iterator[tuple[int, str]]:
+def module_process(*command: str) -> Iterator[tuple[int, str]]:
     """A server of ours in a process of its own: its pid, and where it listens."""
     process = subprocess.Popen([sys.executable, "-m", *command], text=True, stdout=subprocess.PIPE)
     try:
@@ -55,13 +55,13 @@ def measure(*, replicas: int, streams: int, interval_ms: float, seconds: float, 
     """Streams spread over the replicas' servers, one token each `interval_ms`; directly, or through one router."""
     with ExitStack() as stack:
         servers = [
-            stack.enter_context(_process("wsbatch_bench.stamped", "--interval-ms", str(interval_ms)))
+            stack.enter_context(module_process("wsbatch_bench.stamped", "--interval-ms", str(interval_ms)))
             for _ in range(replicas)
         ]
         urls, pid = [url for _, url in servers], None
         if routed:
             flags = ("--port", "0", "--max-live-requests", "100000", "--log-level", "error")
-            pid, url = stack.enter_context(_process("wsbatch", "route", *flags, *urls))
+            pid, url = stack.enter_context(module_process("wsbatch", "route", *flags, *urls))
             urls = [url]
         return trio.run(_measure, urls, streams, seconds, pid)
 
