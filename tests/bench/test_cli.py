@@ -94,6 +94,14 @@ def test_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {path.suffix for path in tmp_path.glob("anchors.*")} == {".md", ".json", ".png", ".svg"}
 
 
+def test_a_study_of_other_arrivals(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["study", "waiting", "--costs", COSTS, "--num-prompts", "5", "--capacity", "20", *SHORT, "--arrivals"]
+    assert run(*argv, "closed:clients=2") == 0
+    table = capsys.readouterr().out
+    assert table.count("dynamic b8 w20") == 1
+    assert "| closed:clients=2 | dynamic b8 w0 |" in table
+
+
 @pytest.mark.parametrize(
     ("argv", "status", "word"),
     [
@@ -107,6 +115,7 @@ def test_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["sweep", "--out", "x", "--setting", "dynamic"], 2, "max_batch_size is required"),
         (["sweep", "--out", "x", "--slo", "soon"], 2, "must be METRIC"),
         (["sweep", "--out", "x", "--costs", "tau_ms=1"], 2, "alpha_ms is required"),
+        (["study", "waiting", "--arrivals", "often"], 2, "none of"),
         (["scaling", "--sizes", "0"], 2, "at least 1"),
         (["static", "--rows", "7"], 2, "ROWSxTOKENS"),
         (["compare", "/nowhere.json"], 2, "FileNotFoundError"),

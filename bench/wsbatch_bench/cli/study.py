@@ -3,16 +3,17 @@
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from wsbatch.cli.parsing import Commands, add_parser
-from wsbatch_bench.cli.workload import add_workload, read_warmups
+from wsbatch_bench.arrivals import parse_arrivals
+from wsbatch_bench.cli.workload import add_requests, read_warmups
 from wsbatch_bench.costs import DEFAULT_COSTS, parse_costs, same_for_both
 from wsbatch_bench.lengths import parse_lengths
 from wsbatch_bench.setting import Setting
 from wsbatch_bench.stage import RealStage, Stage, VirtualStage
-from wsbatch_bench.study import StudyRow, run_study, studies, study_table
+from wsbatch_bench.study import Scenario, StudyRow, run_study, studies, study_table
 from wsbatch_bench.sweep import Sweep
 from wsbatch_bench.trace import draw_trace
 from wsbatch_bench.vllm_json import plain
@@ -45,7 +46,9 @@ def add_command(commands: Commands) -> None:
         "--capacity", type=float, metavar="R", help="the reference rate, requests/s (default: it is measured first)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write table, JSON and chart there")
-    add_workload(parser, measured=1000)
+    add_requests(parser, measured=1000).add_argument(
+        "--arrivals", metavar="SPEC", help="these alone, instead of the study's own; as of `load`"
+    )
     parser.set_defaults(run=run)
 
 
@@ -54,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         costs = parse_costs(arguments.costs) if arguments.costs else None
         prompts, outputs = parse_lengths(arguments.prompt_lengths), parse_lengths(arguments.output_lengths)
+        if arguments.arrivals is not None:
+            parse_arrivals(arguments.arrivals)
     except (ValueError, OSError) as error:
         print(f"wsbatch-bench study: {error}", file=sys.stderr)
         return 2
@@ -70,6 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"reference rate: {capacity:.4g} requests/s, of dynamic b{arguments.max_batch_size} with full batches\n")
     buckets = tuple(sorted({prompts.quantile(q) for q in (0.25, 0.5, 0.75)}))
     study = studies(arguments.max_batch_size, buckets=buckets)[arguments.study]
+    if arguments.arrivals is not None:
+        study = replace(study, scenarios=(Scenario(arguments.arrivals, arguments.arrivals),))
     rows = run_study(
         study,
         stage,

@@ -18,13 +18,18 @@ lengths:
 
 
 def add_workload(parser: argparse.ArgumentParser, *, measured: int) -> None:
-    """Add the flags."""
-    group = parser.add_argument_group("workload")
+    """Add the flags of one workload."""
+    group = add_requests(parser, measured=measured)
     group.add_argument("--arrivals", default="poisson", metavar="SPEC", help="default: %(default)s")
     group.add_argument("--burstiness", type=float, metavar="X", help="short for --arrivals gamma:burstiness=X")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="replay this JSONL trace instead")
+
+
+def add_requests(parser: argparse.ArgumentParser, *, measured: int) -> argparse._ArgumentGroup:
+    """Add the flags that say what the requests are, and how many, but not when they come."""
+    group = parser.add_argument_group("workload")
     group.add_argument("--prompt-lengths", default=DEFAULT_PROMPTS, metavar="SPEC", help="default: %(default)s")
     group.add_argument("--output-lengths", default=DEFAULT_OUTPUTS, metavar="SPEC", help="default: %(default)s")
-    group.add_argument("--trace", type=Path, metavar="FILE", help="replay this JSONL trace instead")
     group.add_argument(
         "--num-prompts", type=_count, default=measured, metavar="N", help="measured requests (default: %(default)s)"
     )
@@ -35,6 +40,7 @@ def add_workload(parser: argparse.ArgumentParser, *, measured: int) -> None:
         help="requests before the measured ones, under the same load (default: a fifth of them; 0 at an infinite rate)",
     )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    return group
 
 
 def read_trace(arguments: argparse.Namespace) -> Trace:
