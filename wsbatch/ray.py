@@ -150,7 +150,8 @@ class Fleet:
                 _logger.info("%s is replaced by %s", name, replica.name)
 
     async def autoscale(self) -> None:
-        """Forever: have as many replicas as the queue asks for."""
+        """Forever: have as many replicas as the queue asks for. The effect of a change is awaited before the next: the
+        clocks start anew when all replicas are there, or after `start_timeout_s`."""
         memory = Memory()
         while True:
             await trio.sleep(_LOOK_S)
@@ -159,6 +160,9 @@ class Fleet:
             if wanted != count:
                 _logger.info("autoscaling from %d to %d replicas", count, wanted)
                 await self.scale(wanted)
+                with trio.move_on_after(self._config.start_timeout_s):
+                    while any(replica.state == "away" for replica in self.pool.replicas.values()):  # noqa: ASYNC110
+                        await trio.sleep(_LOOK_S)
 
     @asynccontextmanager
     async def _dial(self, actor: Any) -> AsyncIterator[Client]:
