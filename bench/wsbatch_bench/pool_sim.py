@@ -47,7 +47,7 @@ class _Live:
     left: int
 
 
-class _Replica:
+class EventReplica:
     """One engine without its event loop. `schedule` calls back at a time; `ended` is told of each request's end."""
 
     def __init__(
@@ -141,9 +141,9 @@ class _Replica:
 class _Router:
     """What one router knows: each replica's work, in the order in which equals are chosen (see `EnginePool.place`)."""
 
-    work_tokens: dict[_Replica, int] = field(default_factory=dict)
+    work_tokens: dict[EventReplica, int] = field(default_factory=dict)
 
-    def place(self, request: GenerateRequest) -> _Replica | None:
+    def place(self, request: GenerateRequest) -> EventReplica | None:
         """The replica for it; None where all are full. One that refuses is left out: the next is asked at once."""
         work = self.work_tokens
         if any(replica.full for replica in work):
@@ -163,7 +163,7 @@ class _Simulation:
         self._plan = plan
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = count()
-        self._replicas = [_Replica(config, costs, schedule=self._at, ended=self._ended) for _ in range(replicas)]
+        self._replicas = [EventReplica(config, costs, schedule=self._at, ended=self._ended) for _ in range(replicas)]
         self._routers = [_Router(dict.fromkeys(self._replicas, 0)) for _ in range(routers)]
         self._rng = random.Random(f"{plan.trace.seed}/pool")
         self._arrivals = plan.trace.schedule(plan.rate)
@@ -190,7 +190,7 @@ class _Simulation:
     def _at(self, at_s: float, act: Callable[[float], None]) -> None:
         heappush(self._events, (at_s, next(self._numbers), act))
 
-    def _ask(self, router: _Router, replica: _Replica, now_s: float) -> None:
+    def _ask(self, router: _Router, replica: EventReplica, now_s: float) -> None:
         """The answer knows of everything that was sent: nothing is ever on the way here."""
         router.work_tokens[replica] = replica.work_tokens
         self._at(now_s + _ASK_EVERY_S, partial(self._ask, router, replica))

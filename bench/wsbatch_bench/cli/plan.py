@@ -194,7 +194,7 @@ def _answer_lines(planner: Planner, arguments: argparse.Namespace, largest: Pool
         how = f"seen {seen}" + (f"; {answer.too_few} do not certainly" if answer.too_few else "")
     else:
         how = (
-            f"extrapolated: {answer.simulated} replicas with their share of the rate were seen to meet it {seen}; the "
+            f"extrapolated: a pool of {answer.simulated} with its share of the rate was seen to meet it {seen}; the "
             f"whole pool takes {planner.tokens(rate) / 1e6:.0f} million tokens to simulate"
         )
     flags = " ".join(planner.setting.flags())
