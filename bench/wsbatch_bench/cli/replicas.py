@@ -25,7 +25,7 @@ very same trace, and what was measured. The default costs leave two cores mostly
 
 _EPILOG = f"""\
 examples:
-  wsbatch-bench replicas                                     nine runs, about six minutes
+  wsbatch-bench replicas                                     nine runs, about seven minutes
   wsbatch-bench replicas --replicas 1,3 --fractions 0.9 1.1 --num-prompts 500
 
 exit statuses: 0 all runs are valid; 2 bad usage or no server; {INVALID} one is not to be believed (it says why)
@@ -55,7 +55,7 @@ def add_command(commands: Commands) -> None:
                         help="default: %(default)s")  # fmt: skip
     parser.add_argument("--output-lengths", default="lognormal:median=16,sigma=0.6,max=64", metavar="SPEC",
                         help="default: %(default)s")  # fmt: skip
-    parser.add_argument("--num-prompts", type=int, default=250, metavar="N", help="of a run (default: %(default)s)")
+    parser.add_argument("--num-prompts", type=int, default=200, metavar="N", help="of a run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     parser.set_defaults(run=run)
 
