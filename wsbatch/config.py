@@ -173,7 +173,12 @@ class ServerConfig(Settings):
     )
     send_timeout_s: float = setting(30.0, "one frame must be written within this", least=0.01, most=3600)
     close_timeout_s: float = setting(3.0, "the closing handshake must be done within this", least=0.01, most=60)
-    drain_s: float = setting(30.0, "grace period of a shutdown", least=0, most=86_400)
+    drain_s: float = setting(
+        30.0,
+        "grace period of a shutdown, in which it is over; its end (close_timeout_s, and half a second) is for goodbyes",
+        least=0,
+        most=86_400,
+    )
 
     def __post_init__(self) -> None:
         """Check every field, then what no single field shows."""

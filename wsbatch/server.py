@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from ipaddress import ip_address
+from math import inf
 
 import trio
 
@@ -100,12 +101,14 @@ class Server:
         return self._engine.refusal() or self._transport.full()
 
     async def drain(self, grace_s: float | None = None) -> None:
-        """Admit nothing more, let live requests finish for `grace_s` (default: `drain_s`), end the rest, close.
+        """Admit nothing more, let live requests finish, end the rest, close: all of it within `grace_s` (`drain_s`).
 
-        Returns when `serve` is about to. Cancelling it does not stop the draining.
+        The end of the grace is for the goodbyes, which take half a second at least. Returns when `serve` is about to.
+        Cancelling it does not stop the draining.
         """
         if self._drain_by is None:
-            self._drain_by = trio.current_time() + (self._config.drain_s if grace_s is None else grace_s)
+            grace_s = self._config.drain_s if grace_s is None else grace_s
+            self._drain_by = trio.current_time() + max(grace_s, _SHUTDOWN_S)
         self._stopping.set()
         await self._done.wait()
 
@@ -146,18 +149,30 @@ class Server:
             await self._stopping.wait()
             nursery.cancel_scope.cancel()
         if self._drain_by is not None:
-            grace_s = max(0.0, self._drain_by - trio.current_time())
-            for session in self._sessions:
-                session.drain(deadline_ms=round(grace_s * 1000), open_s=_LAST_WORDS_S)
-            # The engine keeps the grace itself; the second bound is for one that hangs.
-            with trio.move_on_after(grace_s + self._config.close_timeout_s):
-                await self._engine.drain(grace_s)
-                with trio.move_on_after(_LAST_WORDS_S):
-                    await self._until_idle()
+            await self._drain(self._drain_by)
         code, reason = (1011, "the engine died") if self._engine.state == "dead" else (1001, "drained")
         for session in list(self._sessions):
-            session.end(code, reason, within_s=self._config.close_timeout_s)
+            session.end(code, reason, within_s=self._closing_s())
         await self._until_idle()
+
+    async def _drain(self, by_s: float) -> None:
+        """Let live requests finish, and end those that have not when there is just time left to close by `by_s`."""
+        left_s = max(0.0, by_s - trio.current_time())
+        # Of a short grace half, so that requests have some of it, too.
+        closing_s = max(_SHUTDOWN_S, min(_LAST_WORDS_S + self._config.close_timeout_s, left_s / 2))
+        grace_s = max(0.0, left_s - closing_s)
+        for session in self._sessions:
+            session.drain(deadline_ms=round(grace_s * 1000), open_s=_LAST_WORDS_S)
+        # The engine keeps the grace itself; the second bound is for one that hangs.
+        with trio.move_on_at(by_s - closing_s + min(_LAST_WORDS_S, closing_s / 2)):
+            await self._engine.drain(grace_s)
+            with trio.move_on_after(_LAST_WORDS_S):
+                await self._until_idle()
+
+    def _closing_s(self) -> float:
+        """How long a connection may take to close, from now on."""
+        left_s = inf if self._drain_by is None else self._drain_by - trio.current_time()
+        return max(0.0, min(self._config.close_timeout_s, left_s))
 
     async def _until_idle(self) -> None:
         while self._sessions:
@@ -179,7 +194,7 @@ class Server:
         session = Session(connection, self._engine, self._config, codec=codec)
         self._sessions.add(session)
         if self._stopping.is_set():  # during its handshake
-            session.end(1001, "the server is shutting down", within_s=self._config.close_timeout_s)
+            session.end(1001, "the server is shutting down", within_s=self._closing_s())
         try:
             await session.run()
         finally:

@@ -239,6 +239,17 @@ def test_a_second_signal_ends_a_server_whose_step_hangs(serve: Callable[..., Ser
     assert rest_of(asking)[0] == 1
 
 
+def test_a_step_that_hangs_does_not_hold_the_process_past_its_grace(serve: Callable[..., Server], start: Start) -> None:
+    server = serve("--drain-s", "1", model=FOREVER)
+    asking = start("generate", "--url", server.url, "Hello", "--json")
+    line_with(asking.stdout, '"accepted"')
+    server.terminate()
+    assert json.loads(rest_of(asking)[1].splitlines()[-1])["finish_reason"] == "shutdown"
+    status, _, err = rest_of(server.process)
+    assert status == 70
+    assert "leaving without it" in err
+
+
 def test_the_server_may_open_as_many_files_as_its_connections_need(start: Start) -> None:
     """Under a shell that allows fewer; and it says so where the system does not let it have them."""
     for max_connections, allowed, warned in ((300, 2 * 300 + OTHER_DESCRIPTORS, False), (600, 1000, True)):

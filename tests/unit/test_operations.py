@@ -54,6 +54,10 @@ LABELS = {
 }
 
 
+# What the table names beside settings.
+NO_SETTINGS = {"retry_after_ms"}
+
+
 def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
@@ -65,6 +69,22 @@ TABLES = {
 }
 
 
+THREATS = re.compile(r"(?<=^\| threat or fault ).*?(?=\n\n)", re.DOTALL | re.MULTILINE)
+DEFAULTS = {spec.name: shown(spec.default) for config in (ServerConfig, EngineConfig) for spec in fields(config)}
+
+
+def threats() -> list[list[str]]:
+    """The rows of the table of what is bounded, as cells."""
+    found = THREATS.search(DOCUMENT.read_text())
+    assert found is not None
+    return [line.strip("| ").split(" | ") for line in found[0].splitlines()[2:]]
+
+
+def defaults_of(bound: str) -> str:
+    """The defaults of the settings that this names, in its order."""
+    return ", ".join(DEFAULTS[name] for name in re.findall(r"`(\w+)`", bound) if name in DEFAULTS) or "–"
+
+
 def section(name: str) -> re.Pattern[str]:
     return re.compile(rf"<!-- {name} -->\n(.*?)<!-- end -->", re.DOTALL)
 
@@ -74,6 +94,18 @@ def test_tables_are_those_of_the_code(name: str) -> None:
     found = section(name).search(DOCUMENT.read_text())
     assert found is not None
     assert found[1] == TABLES[name]() + "\n", "run: python tests/unit/test_operations.py"
+
+
+def test_every_threat_names_the_setting_that_bounds_it_its_default_and_a_test() -> None:
+    rows = threats()
+    assert len(rows) > 35
+    for row in rows:
+        assert len(row) == 4, row
+        threat, bound, default, proof = row
+        assert default == defaults_of(bound), f"{threat}: run python tests/unit/test_operations.py"
+        assert "::test_" in proof, threat
+        for name in re.findall(r"`(\w+)`", bound):
+            assert name in DEFAULTS or not re.search(r"^max_|_(s|ms|bytes|tokens)$", name) or name in NO_SETTINGS, name
 
 
 def test_every_test_named_is_there() -> None:
@@ -94,4 +126,7 @@ if __name__ == "__main__":
     for name, table in TABLES.items():
         text = f"<!-- {name} -->\n{table()}\n<!-- end -->"
         document = section(name).sub(lambda _, text=text: text, document)
+    for threat, bound, default, proof in threats():
+        old, new = (f"| {threat} | {bound} | {each} | {proof} |" for each in (default, defaults_of(bound)))
+        document = document.replace(old, new)
     DOCUMENT.write_text(document)

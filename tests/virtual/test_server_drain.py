@@ -119,26 +119,41 @@ async def test_what_is_live_at_the_deadline_ends_with_shutdown(autojump_clock: t
                 nursery.start_soon(collect, client)
             await fixture.server.drain()
         assert fixture.ended_at is not None
-        assert fixture.ended_at - started_at == pytest.approx(10.0, abs=0.1)
+        # Of ten seconds three and a half are left for the goodbyes, which these clients answer at once.
+        assert fixture.ended_at - started_at == pytest.approx(6.5, abs=0.1)
         assert len(results) == 20
         for frames in results:
             assert frames[-2].finish_reason == "shutdown"
             assert frames[-1].code == 1001
             (notice,) = [frame for frame in frames if isinstance(frame, DrainingNotice)]
-            assert notice.deadline_ms == 10_000
+            assert notice.deadline_ms == 6500
 
 
-async def test_a_client_that_reads_nothing_does_not_hold_the_drain(autojump_clock: trio.testing.MockClock) -> None:
-    async with serving(drain_s=10.0, close_timeout_s=3.0, send_timeout_s=600.0) as fixture:
-        client = await fixture.connect()
-        await fixture.generate(client, max_tokens=100_000)
+@pytest.mark.parametrize("drain_s", [0.0, 0.5, 2.0, 10.0, 60.0])
+async def test_the_drain_is_over_within_its_grace(autojump_clock: trio.testing.MockClock, drain_s: float) -> None:
+    """Whatever the clients do: one reads nothing, one never answers the close frame, one does all as it should."""
+    patient = {"send_timeout_s": 600.0, "ping_interval_s": 600.0}
+    async with serving(drain_s=drain_s, close_timeout_s=3.0, **patient) as fixture:
+        deaf, mute, polite = [await fixture.connect() for _ in range(3)]
+        await fixture.generate(deaf, max_tokens=100_000)
         for _ in range(200):  # fills the pipe
             fixture.engine.push(fixture.engine.live[0], "x" * 100)
             await trio.sleep(0.01)
+        await fixture.generate(mute, max_tokens=100_000)
+        await fixture.generate(polite, max_tokens=100_000)
+        frames: list[Any] = []
+
+        async def collect() -> None:
+            frames.extend(await rest(polite))
+
         started_at = trio.current_time()
-        await fixture.server.drain()
-        assert trio.current_time() - started_at <= 10.0 + 0.5 + 3.0 + 0.1
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect)
+            await fixture.server.drain()
+            assert trio.current_time() - started_at <= max(drain_s, 0.5)
         assert fixture.ended_at is not None
+        assert frames[-2].finish_reason == "shutdown"
+        assert frames[-1].code == 1001
 
 
 async def test_new_work_is_refused_while_draining(autojump_clock: trio.testing.MockClock) -> None:
@@ -188,7 +203,7 @@ async def test_a_second_drain_is_the_same_drain(autojump_clock: trio.testing.Moc
                 await fixture.server.drain(100.0)
             await fixture.server.drain()
         assert fixture.ended_at is not None
-        assert fixture.ended_at <= 14
+        assert fixture.ended_at <= 10
 
 
 async def test_shutdown_ends_at_once_and_says_so(autojump_clock: trio.testing.MockClock) -> None:
@@ -272,8 +287,9 @@ async def test_a_hanging_engine_does_not_hold_the_drain(autojump_clock: trio.tes
         await nursery.start(fixture.run)
         client = await fixture.connect()
         await fixture.generate(client)
+        started_at = trio.current_time()
         await fixture.server.drain()
-        assert trio.current_time() <= 10.0 + 2 * 3.0 + 0.1
+        assert trio.current_time() - started_at <= 10.0
     frames = await rest(client)
     assert frames[-1].code == 1001
     assert frames[-2].finish_reason == "cancelled"

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from math import inf
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
@@ -29,7 +30,7 @@ STOPPED, FORCED, CANNOT_START, ENGINE_DIED = 0, 1, 2, 70
 
 EXIT_STATUSES = f"""\
 exit statuses:
-  {STOPPED}    stopped by SIGTERM or SIGINT: live requests finished, or were told `shutdown` after --drain-s
+  {STOPPED}    stopped by SIGTERM or SIGINT: live requests finished, or were told `shutdown`, within --drain-s
   {FORCED}    ended at once by a second signal, or by an unexpected error (with a traceback)
   {CANNOT_START}    could not start: a bad flag, a model that cannot be loaded, an address that cannot be listened on
   {ENGINE_DIED}   the model died, or a step of it did not end: clients were told `engine_dead`; start it again
@@ -44,7 +45,9 @@ exit statuses:
 _SWITCH_INTERVAL_S = 0.0005
 
 # Once every client has been told: how long the step in flight may still take, before the process leaves without it.
+# After a signal no longer than its grace, of which this much is kept for it.
 _LAST_STEP_S = 5.0
+_LEAVING_S = 1.0
 
 Visit: TypeAlias = Callable[["Server"], Awaitable[None]]
 Opening: TypeAlias = Callable[[], AbstractAsyncContextManager["Engine"]]
@@ -105,6 +108,7 @@ class _Hosting:
         self._progress = progress
         self._asked_to_stop = trio.Event()
         self._server: Server | None = None  # None until it listens
+        self._leave_by_s = inf
 
     async def run(self) -> int:
         """The whole life; returns the exit status, or leaves the process where the model's thread would hold it."""
@@ -119,7 +123,7 @@ class _Hosting:
                     gc.freeze()
                     await self._serve(engine)
                     # Leaving open_engine waits for the step in flight, which may never end.
-                    trio.lowlevel.spawn_system_task(_leave_after_last_step)
+                    trio.lowlevel.spawn_system_task(_leave_after_last_step, self._leave_by_s)
             except EngineDead:
                 return ENGINE_DIED
             except (OSError, ValueError, ModuleNotFoundError, ConnectionLost) as error:
@@ -159,14 +163,17 @@ class _Hosting:
 
     async def _drain_when_asked(self, server: "Server") -> None:
         await self._asked_to_stop.wait()
-        LOG.info(
-            "draining: live requests have %g s to finish; another signal ends them at once", self._server_config.drain_s
-        )
-        await server.drain()
+        LOG.info("draining: this takes %g s at most; another signal ends it at once", self._server_config.drain_s)
+        await self._drain(server)
 
     async def _receive_visit(self, server: "Server") -> None:
         await self._visit(server)
-        await server.drain()
+        await self._drain(server)
+
+    async def _drain(self, server: "Server") -> None:
+        drain_s = self._server_config.drain_s
+        self._leave_by_s = min(self._leave_by_s, trio.current_time() + drain_s)
+        await server.drain(drain_s - min(_LEAVING_S, drain_s / 4))
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -207,8 +214,9 @@ def _facts(engine: "Engine") -> str:
     return f"{info.name} in {info.dtype} on {info.device}, {info.max_model_len} tokens of context"
 
 
-async def _leave_after_last_step() -> None:
-    await trio.sleep(_LAST_STEP_S)
+async def _leave_after_last_step(by_s: float) -> None:
+    now_s = trio.current_time()
+    await trio.sleep_until(min(now_s + _LAST_STEP_S, max(by_s, now_s + _LEAVING_S / 2)))
     LOG.error("a model step has not ended: leaving without it")
     _leave(ENGINE_DIED)
 
