@@ -23,6 +23,7 @@ from wsbatch.handshake import accept_upgrade
 from wsbatch.http import Answer, Exchange, Head, HttpError, refused
 from wsbatch.metrics import EngineMetrics
 from wsbatch.session import Connection, Disconnected
+from wsbatch.watchdog import SUSPENDED_S
 
 LOG = logging.getLogger("wsbatch.transport")
 
@@ -230,9 +231,12 @@ class _WebSocket:
                 await trio.sleep_until(ping_at)
                 continue
             # `ping` waits for the pong, and does not wake when the connection dies.
-            with trio.move_on_after(self._config.ping_timeout_s), suppress(*_ENDED):
+            give_up_at = trio.current_time() + self._config.ping_timeout_s
+            with trio.move_on_at(give_up_at), suppress(*_ENDED):
                 await self._websocket.ping()
             if self._replay.heard_at == heard_at:
+                if trio.current_time() > give_up_at + SUSPENDED_S:
+                    continue  # this process was suspended meanwhile: what the client says may be there, unread
                 await self.abort()
                 return
 

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import trio
 
 _LOOK_S = 1.0
-_SUSPENDED_S = 0.1  # a nap that is longer by this was none of the event loop's usual lateness
+SUSPENDED_S = 0.1
+"""A task that wakes later than this after it was due: no usual lateness, the process was suspended."""
 
 
 class Watchdog:
@@ -45,7 +46,7 @@ class Watchdog:
                 due_s = min(due_s, self._give_up_s)
             await trio.sleep_until(due_s)
             late_s = trio.current_time() - due_s
-            if late_s > _SUSPENDED_S:
+            if late_s > SUSPENDED_S:
                 self._give_up_s += late_s
             if self._scope is not None and trio.current_time() >= self._give_up_s:
                 self._scope.cancel()

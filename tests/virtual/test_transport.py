@@ -446,6 +446,20 @@ async def test_a_dead_peer_is_dropped_with_a_full_pipe(autojump_clock: Clock) ->
         assert fixture.open_connections == 0
 
 
+async def test_a_server_that_was_suspended_asks_again_before_it_gives_a_client_up(autojump_clock: Clock) -> None:
+    async with transport(ping_interval_s=20.0, ping_timeout_s=15.0) as fixture:
+        client = await fixture.open()
+        assert isinstance(await client.next_event(), Ping)
+        autojump_clock.jump(100.0)
+        again = await client.next_event()
+        assert isinstance(again, Ping)
+        await client.send_event(Pong(payload=again.payload))
+        await trio.sleep(19.0)
+        assert fixture.open_connections == 1
+        await trio.sleep(17.0)  # but then it is given up as ever
+        assert fixture.open_connections == 0
+
+
 async def test_pongs_are_life(autojump_clock: Clock) -> None:
     async with transport(ping_interval_s=20.0, ping_timeout_s=15.0) as fixture:
         client = await fixture.open()
