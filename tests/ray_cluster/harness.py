@@ -15,7 +15,7 @@ from wsbatch.pool import EnginePool
 from wsbatch.ray import Fleet, open_fleet
 
 # For whatever must happen: never waited out in a run that passes.
-PATIENCE_S = 180
+PATIENCE_S = 300
 
 
 def add_node(cluster: Any) -> None:
