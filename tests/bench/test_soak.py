@@ -3,10 +3,13 @@
 import random
 
 import pytest
+import trio
+from trio.testing import MockClock
 
 from wsbatch_bench.cli.soak import report
 from wsbatch_bench.server_process import Sample
 from wsbatch_bench.soak import SoakPlan, SoakRun, left_over, trends
+from wsbatch_bench.suspension import Suspension
 
 PLAN = SoakPlan(duration_s=180, streams=16, vanishing=1000, cancelling=4, slow=4, idle=0)
 
@@ -75,3 +78,18 @@ def test_what_is_left_over_is_told(what: str) -> None:
     lines, good = report(done)
     assert not good
     assert f"'{what}'" in lines[-2]
+
+
+async def test_a_suspended_soak_is_not_believed(autojump_clock: MockClock) -> None:
+    suspension = Suspension()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(suspension.watch)
+        await trio.sleep(10.2)
+        assert report(run(), suspension)[1]
+        autojump_clock.jump(300.0)
+        await trio.sleep(10.0)
+        nursery.cancel_scope.cancel()
+    assert suspension.seconds == pytest.approx(300.0, abs=0.5)
+    lines, good = report(run(), suspension)
+    assert not good
+    assert lines[-1] == "verdict: none, this process was suspended for 300 s meanwhile: run it again"

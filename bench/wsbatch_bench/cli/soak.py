@@ -12,6 +12,7 @@ from wsbatch_bench.http_client import HttpFailed
 from wsbatch_bench.quantiles import observed_quantile
 from wsbatch_bench.server_process import Sample, raise_descriptor_limit, serving_process
 from wsbatch_bench.soak import SoakPlan, SoakRun, left_over, soak, trends
+from wsbatch_bench.suspension import Suspension
 
 NOT_FLAT = 3
 _MIN_SECONDS = 6.0
@@ -28,7 +29,7 @@ examples:
   wsbatch-bench soak --seconds 86400 --model demo
   wsbatch-bench soak --seconds 30 --idle 10000 --vanish 0
 
-exit statuses: 0 flat; 2 bad usage or no server; {NOT_FLAT} something grew, or was left over (the report says what)
+exit statuses: 0 flat; 2 bad usage or no server; {NOT_FLAT} something grew or was left over, or it was suspended
 """
 
 
@@ -65,30 +66,34 @@ def run(arguments: argparse.Namespace) -> int:
     most = raise_descriptor_limit()
     if plan.idle > most - 500:
         return _complain(f"--idle is {plan.idle}: this system lets a process open {most} files")
+    suspension = Suspension()
     failure: BaseException | None = None
     try:
-        done = trio.run(_soak, arguments, plan)
+        done = trio.run(_soak, arguments, plan, suspension)
     except* (RuntimeError, OSError, WsbatchError, HttpFailed) as group:
         failure = group
     if failure is not None:
         while isinstance(failure, BaseExceptionGroup):
             failure = failure.exceptions[0]
-        return _complain(str(failure))
-    lines, good = report(done)
+        return _complain("; ".join(filter(None, [str(failure), str(suspension)])))
+    lines, good = report(done, suspension)
     print("\n".join(lines))
     return 0 if good else NOT_FLAT
 
 
-async def _soak(arguments: argparse.Namespace, plan: SoakPlan) -> SoakRun:
+async def _soak(arguments: argparse.Namespace, plan: SoakPlan, suspension: Suspension) -> SoakRun:
     flags = ["--model", arguments.model, "--scheduler", arguments.scheduler]
     flags += ["--send-timeout-s", "2", "--close-timeout-s", "1", "--max-connections", str(plan.idle + 1024)]
     if not plan.idle:  # silence is noticed soon, so that what the silent hold is part of the steady state
         flags += ["--ping-interval-s", "2", "--ping-timeout-s", "5"]
-    async with serving_process(*flags) as server:
-        return await soak(server, plan)
+    async with serving_process(*flags) as server, trio.open_nursery() as nursery:
+        nursery.start_soon(suspension.watch)
+        run = await soak(server, plan)
+        nursery.cancel_scope.cancel()
+    return run
 
 
-def report(run: SoakRun) -> tuple[list[str], bool]:
+def report(run: SoakRun, suspension: Suspension | None = None) -> tuple[list[str], bool]:
     """The report, and whether all is well."""
     plan, good = run.plan, True
     kinds = ", ".join(f"{count} {what}" for what, count in run.count.most_common())
@@ -120,6 +125,8 @@ def report(run: SoakRun) -> tuple[list[str], bool]:
     lines.append(f"when all were gone: {left or 'nothing left over'}; {sizes}")
     failed = {what: count for what, count in run.count.items() if "failed" in what or "lost" in what}
     good &= not failed
+    if suspension is not None and suspension.seconds:
+        return [*lines, f"verdict: none, {suspension}: run it again"], False
     return [*lines, "verdict: " + ("flat" if good else "NOT FLAT")], good
 
 
