@@ -15,10 +15,10 @@ from wsbatch_bench.trace import draw_trace
 
 BELOW_PEAK = 3
 _LEAST_SHARE = 0.9
-_SETTING = "continuous:max_batch_size=32,max_queue_requests=64,queue_timeout_ms=10000"
-_PROMPTS = "lognormal:median=100,sigma=0.6,min=8,max=512"
-_OUTPUTS = "lognormal:median=50,sigma=0.6,max=200"
-_ENTRIES = 5000
+_SETTING = "continuous:max_batch_size=32,max_queue_requests=64,queue_timeout_ms=4000"
+_PROMPTS = "lognormal:median=50,sigma=0.6,min=8,max=256"
+_OUTPUTS = "lognormal:median=20,sigma=0.6,max=80"
+_ENTRIES = 10_000
 
 _DESCRIPTION = """\
 Offer a server less and more than it can do, by clients of several classes that leave when their
@@ -57,9 +57,9 @@ def add_command(commands: Commands) -> None:
     parser.add_argument(
         "--tries", type=int, default=5, metavar="N", help="of a client in the storm (default: %(default)s)"
     )
-    parser.add_argument("--patience-s", type=float, default=30.0, metavar="S", help="default: %(default)g")
-    parser.add_argument("--warmup-s", type=float, default=60.0, metavar="S", help="of each load (default: %(default)g)")
-    parser.add_argument("--seconds", type=float, default=240.0, metavar="S", help="measured (default: %(default)g)")
+    parser.add_argument("--patience-s", type=float, default=10.0, metavar="S", help="default: %(default)g")
+    parser.add_argument("--warmup-s", type=float, default=15.0, metavar="S", help="of each load (default: %(default)g)")
+    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="measured (default: %(default)g)")
     parser.add_argument("--prompt-lengths", default=_PROMPTS, metavar="SPEC", help="default: %(default)s")
     parser.add_argument("--output-lengths", default=_OUTPUTS, metavar="SPEC", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
