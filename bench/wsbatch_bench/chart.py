@@ -20,7 +20,7 @@ _SHADES = {
     "dynamic": ["#a6cbe3", "#7db3d5", "#539bc7", "#2a83b9", "#0072b2", "#004a75"],
     "continuous": ["#f6c59f", "#f0a86f", "#ea8b3f", "#d55e00", "#a84a00", "#7a3600"],
 }
-_MARKERS = ["o", "s", "^", "D", "v"]
+_MARKERS = ["o", "s", "^", "D", "v", "P", "X", "<", ">", "*"]
 _SLO_COLOUR = "#009e73"
 
 
