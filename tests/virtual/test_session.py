@@ -112,6 +112,9 @@ async def test_what_a_slow_reader_has_not_read_is_merged(autojump_clock: trio.te
         first, second = await fixture.hear_all(2)
         assert (first.text, first.index) == ("a", 0)
         assert (second.text, second.index) == ("bcdef", 1)
+        fixture.engine.push(stream, "g")
+        (third,) = await fixture.hear_all(1)
+        assert (third.text, third.index) == ("g", 6)
 
 
 async def test_streams_take_turns(autojump_clock: trio.testing.MockClock) -> None:
