@@ -166,7 +166,7 @@ test("a full queue's refusal is retried where it is asked for", async () => {
 });
 
 test("why there is no connection: unauthorized, full, draining, unreachable", async () => {
-  const guarded = await Server.start("--auth-token", "s3cret", "--max-connections", "4", "--drain-s", "5");
+  const guarded = await Server.start("--auth-token", "s3cret", "--max-connections", "4", "--drain-s", "10");
   const url = guarded.url;
   try {
     for (const token of [undefined, "wrong"]) {
