@@ -179,6 +179,11 @@ def _p95(records: Sequence[Record], value: Callable[[Record], float]) -> float:
 _REFUSED, _DROPPED = ("queue_full",), ("shed", "queue_timeout")
 
 
+def share_of_peak(storm: Point, points: Sequence[Point]) -> float:
+    """The storm's goodput over the best of those without one."""
+    return storm.goodput / max(point.goodput for point in points)
+
+
 def overload_table(points: Sequence[Point], storm: Point | None) -> list[str]:
     """Markdown, a line for each load; what differs by class as `a · b · c`, the most urgent first."""
     head = [

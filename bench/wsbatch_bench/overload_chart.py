@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from wsbatch_bench.overload import ClassResult, Point
+from wsbatch_bench.overload import ClassResult, Point, share_of_peak
 
 # Okabe and Ito: told apart by every kind of eye; the most urgent is the darkest in grey, too.
 _COLOURS = ["#0072b2", "#d55e00", "#e69f00", "#56b4e9", "#009e73", "#cc79a7"]
@@ -62,10 +62,9 @@ def _draw_goodput(axes: Any, points: Sequence[Point], storm: Point | None, capac
         for index, each in enumerate(storm.classes):
             axes.bar(storm.load, each.goodput / capacity, 0.22 * storm.load, bottom, color=_COLOURS[index], alpha=0.85)
             bottom += each.goodput / capacity
-        share = storm.goodput / max(point.goodput for point in points)
         axes.annotate(
-            f"retry storm:\n{share:.0%} of the peak", (storm.load, bottom), xytext=(6, 5), textcoords="offset points",
-            ha="right", va="bottom", fontsize=9,
+            f"retry storm:\n{share_of_peak(storm, points):.0%} of the peak", (storm.load, bottom), xytext=(6, 5),
+            textcoords="offset points", ha="right", va="bottom", fontsize=9,
         )  # fmt: skip
     axes.set_ylim(0, 1.35)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))

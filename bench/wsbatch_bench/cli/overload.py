@@ -9,7 +9,7 @@ from wsbatch.cli.parsing import Commands, add_parser
 from wsbatch_bench.costs import DEFAULT_COSTS, parse_costs, same_for_both
 from wsbatch_bench.impatient import Manners
 from wsbatch_bench.lengths import parse_lengths
-from wsbatch_bench.overload import LOADS, Overload, Point, measure_all, overload_rows, overload_table
+from wsbatch_bench.overload import LOADS, Overload, Point, measure_all, overload_rows, overload_table, share_of_peak
 from wsbatch_bench.setting import Setting, parse_setting
 from wsbatch_bench.trace import draw_trace
 
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         _save(arguments.out, title, table, points, storm, capacity, arguments.patience_s)
     if storm is None:
         return 0
-    share = storm.goodput / max(point.goodput for point in points)
+    share = share_of_peak(storm, points)
     print(f"\nthe storm's goodput is {share:.0%} of the peak")
     return 0 if share >= _LEAST_SHARE else BELOW_PEAK
 
