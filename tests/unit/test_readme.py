@@ -82,12 +82,22 @@ def test_the_frames_are_the_protocols() -> None:
         assert (JSON.decode_client if sender == "→" else JSON.decode_server)(frame) is not None
 
 
-def test_the_commands_are_those_that_ci_runs() -> None:
-    setting_up, testing = blocks("sh")
+def test_each_set_up_is_one_command_that_needs_nothing_before_it() -> None:
+    demo, tests = (block.strip() for block in blocks("sh"))
+    for command, last in ((demo, "wsbatch demo"), (tests, "pytest")):
+        assert "\n" not in command
+        venv, install, ending = command.split(" && ")
+        assert venv == "python3 -m venv .venv"
+        assert install.startswith(".venv/bin/pip install -c .ci/constraints.txt -e ")
+        assert ending == f".venv/bin/{last}"
+
+
+def test_the_test_command_is_what_ci_runs() -> None:
+    _, tests = blocks("sh")
+    _, install, run_tests = tests.strip().split(" && ")
     ci = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert testing.strip() in ci
-    (install,) = (line for line in setting_up.splitlines() if line.startswith("pip install"))
-    assert install.replace("pip install", "pip install --quiet") in ci
+    assert install.replace(".venv/bin/pip install", "pip install --quiet") in ci
+    assert run_tests.removeprefix(".venv/bin/") in ci
 
 
 def test_the_links_lead_somewhere() -> None:
