@@ -47,7 +47,8 @@ class Generation:
         self._token_ids = list(self.request.resume_token_ids)
         self._text: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._detokenizer = codec.detokenizer()
+        # An answer in a chat begins a text of its own; any other output goes on with the prompt's.
+        self._detokenizer = codec.detokenizer(prompt_ids if self.request.messages is None else ())
         self._stops = StopText(self.request.sampling.stop)
         stopped = False
         for token_id in self.request.resume_token_ids:
@@ -96,6 +97,8 @@ class Generation:
         tail, stopped = self._stops.push(self._detokenizer.flush())
         if not stopped:
             tail += self._stops.flush()
+        elif self.reason == "length":  # what came free last completes a stop string
+            self.reason = "stop"
         whole = not self.request.stream
         company = report or _NO_COMPANY
         started_s = self.started_s if self.started_s is not None else now_s

@@ -1,7 +1,8 @@
 """Incremental detokenising against the library's own decode of the whole, for each way that vocabularies are made."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from os.path import commonprefix
 from pathlib import Path
 
 import pytest
@@ -118,9 +119,14 @@ class Pair:
     def whole(self, ids: list[int]) -> str:
         return self.library.decode(ids, skip_special_tokens=True)
 
-    def deltas(self, ids: list[int]) -> list[str]:
-        detokenizer = self.codec.detokenizer()
+    def deltas(self, ids: list[int], prompt_ids: Sequence[int] = ()) -> list[str]:
+        detokenizer = self.codec.detokenizer(prompt_ids)
         return [*map(detokenizer.push, ids), detokenizer.flush()]
+
+    def added(self, ids: list[int], prompt_ids: list[int]) -> str:
+        """The rule itself: what the library decodes, without the beginning that it shares with the prompt."""
+        prompt, whole = self.whole(prompt_ids), self.whole(prompt_ids + ids)
+        return whole[len(commonprefix([prompt, whole])) :]  # noqa: RUF071 (these are no paths)
 
     def ids(self, *tokens: str) -> list[int]:
         return [self.library.get_vocab()[token] for token in tokens]
@@ -154,6 +160,53 @@ def test_deltas_are_the_whole_decoded(pair: Pair, numbers: list[int], spread: in
 def test_deltas_of_a_text_are_the_whole_decoded(pair: Pair, text: str) -> None:
     ids = pair.library.encode(text, add_special_tokens=False).ids
     assert "".join(pair.deltas(ids)) == pair.whole(ids)
+
+
+@any_fixture
+@given(
+    numbers=st.lists(st.integers(0, 2**16), max_size=24), spread=st.sampled_from([1, 7, 300]), cut=st.integers(0, 24)
+)
+def test_after_a_prompt_the_text_is_what_the_output_adds_to_it(
+    pair: Pair, numbers: list[int], spread: int, cut: int
+) -> None:
+    """Any ids at all, cut anywhere: within a character, within a run of bytes, behind special tokens."""
+    ids = [number // spread % (pair.size + 2) for number in numbers]
+    prompt_ids, ids = ids[:cut], ids[cut:]
+    assert "".join(pair.deltas(ids, prompt_ids)) == pair.added(ids, prompt_ids)
+
+
+@any_fixture
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" 🙂日한é<s>"), max_size=20),
+    cut=st.integers(0, 24),
+)
+@example(text="the cat a cat", cut=4)
+@example(text="🙂 日本語 한국어 👍🏽", cut=5)
+def test_after_a_prompt_the_text_goes_on(pair: Pair, text: str, cut: int) -> None:
+    ids = pair.library.encode(text, add_special_tokens=False).ids
+    prompt_ids, ids = ids[:cut], ids[cut:]
+    assert "".join(pair.deltas(ids, prompt_ids)) == pair.added(ids, prompt_ids)
+
+
+@pytest.mark.parametrize(
+    ("maker", "prompt", "output", "text"),
+    [
+        (byte_fallback, ["<s>", "▁h", "o"], ["▁w", "o"], " wo"),
+        (byte_fallback, ["<s>"], ["▁w", "o"], "wo"),
+        (byte_fallback, ["▁h", "</s>"], ["▁w", "o"], " wo"),
+        (byte_fallback, ["▁h", "<0xC3>"], ["<0xA9>", "▁h"], "é h"),
+        (byte_fallback, ["▁h", "<0xC3>", "<0xA9>"], ["▁h"], " h"),
+        (byte_fallback, ["▁h", "<0xC3>", "<0xA9>"], [], ""),
+        (metaspace, ["▁", "w"], ["▁", "w"], " w"),
+        (word_pieces, ["h"], ["w", "##o", ","], " wo,"),
+        (words, ["hello"], ["world", ","], " world ,"),
+    ],
+)
+def test_the_space_before_the_first_token_stays_after_a_prompt(
+    make: Make, maker: Callable[[], tokenizers.Tokenizer], prompt: list[str], output: list[str], text: str
+) -> None:
+    pair = make(maker)
+    assert "".join(pair.deltas(pair.ids(*output), pair.ids(*prompt))) == text
 
 
 @any_fixture
@@ -207,3 +260,8 @@ def test_bytes_of_the_simulated_model(text: str, deltas: list[str]) -> None:
     detokenizer = codec.detokenizer()
     assert [*map(detokenizer.push, ids), detokenizer.flush()] == deltas
     assert detokenizer.push(256) == ""
+
+
+def test_bytes_of_the_simulated_model_after_a_prompt() -> None:
+    detokenizer = ByteText().detokenizer([*"é".encode(), 256, 0xE2, 0x82])
+    assert [*map(detokenizer.push, b"\xacx"), detokenizer.flush()] == ["€", "x", ""]

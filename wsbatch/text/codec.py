@@ -7,7 +7,7 @@ from typing import Protocol
 
 from wsbatch.errors import BadRequest
 from wsbatch.messages import ChatMessage
-from wsbatch.text.detokenize import ByteDetokenizer, Detokenizer
+from wsbatch.text.detokenize import PLAIN, ByteDetokenizer, Detokenizer, continuing
 from wsbatch.text.tokenizer_files import TokenizerFiles
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -50,8 +50,11 @@ class TextCodec(Protocol):
         """Ids as text; special tokens and ids outside the vocabulary are skipped, invalid bytes become U+FFFD."""
         ...
 
-    def detokenizer(self) -> Detokenizer:
-        """For one output: its text is that of its own ids, whatever prompt it continues."""
+    def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
+        """For one output: its text is what it adds to that of `prompt_ids`, or, without them, that of its own ids.
+
+        The two differ where decoders treat the first token specially: SentencePiece's lose its leading space.
+        """
         ...
 
 
@@ -61,6 +64,7 @@ class ByteText(TextCodec):
     max_token_bytes = 1
     eos_token_ids = frozenset({256})
     _pieces = (*(bytes([byte]) for byte in range(256)), b"")
+    _kinds = bytes([PLAIN]) * 256
 
     def encode(self, text: str) -> list[int]:
         """See `TextCodec`."""
@@ -76,9 +80,9 @@ class ByteText(TextCodec):
         """See `TextCodec`."""
         return bytes(token_id for token_id in token_ids if token_id < 256).decode("utf-8", "replace")
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
         """See `TextCodec`."""
-        return ByteDetokenizer(self._pieces)
+        return continuing(ByteDetokenizer(self._pieces), prompt_ids, kinds=self._kinds, decode=self.decode)
 
 
 class HuggingFaceText(TextCodec):
@@ -145,9 +149,9 @@ class HuggingFaceText(TextCodec):
         """See `TextCodec`."""
         return self._tokenizer.decode(token_ids)
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
         """See `TextCodec`."""
-        return self._tokenizer.detokenizer()
+        return self._tokenizer.detokenizer(prompt_ids)
 
     def _veil_literals(self, messages: Sequence[ChatMessage], veil: "_Veil") -> tuple[ChatMessage, ...]:
         """The messages with the first character of each literal of a special token hidden: no literal is left."""

@@ -8,8 +8,9 @@ from typing import Protocol
 class Detokenizer(Protocol):
     """Turns one output's ids into text as they come.
 
-    What `push` and `flush` return, put together, is exactly the codec's `decode` of all ids pushed. Text that a later
-    id could still change (half a character) is held back, so nothing that was returned is ever taken back.
+    What `push` and `flush` return, put together, is exactly the codec's `decode` of all ids pushed, or, after a prompt
+    (`continuing`), what they add to it. Text that a later id could still change (half a character) is held back, so
+    nothing that was returned is ever taken back.
     """
 
     def push(self, token_id: int) -> str:
@@ -93,6 +94,66 @@ class WindowDetokenizer:
     def flush(self) -> str:
         """See `Detokenizer`."""
         return self._decode(self._window)[self._sent :]
+
+
+_TAIL_IDS = 4  # a character has at most four bytes, and no token with text has none
+
+
+def continuing(
+    detokenizer: Detokenizer, prompt_ids: Sequence[int], *, kinds: bytes, decode: Callable[[list[int]], str]
+) -> Detokenizer:
+    """`detokenizer`, which is new, for the output that follows a prompt: its text is what the output adds.
+
+    That is the decoded whole without the beginning that it shares with the decoded prompt. They share all of the
+    prompt, unless its ids end within a character. Only the prompt's tail is decoded: what comes before the last few
+    ids and before a run of bytes at the end cannot change the rest.
+
+    Args:
+        detokenizer: nothing was pushed to it yet.
+        prompt_ids: of the prompt; where none has text, the output's text is that of its own ids.
+        kinds: SILENT, BYTE or PLAIN for each id.
+        decode: ids to text, special tokens skipped.
+    """
+    tail: list[int] = []
+    plain = 0
+    for token_id in reversed(prompt_ids):
+        kind = kinds[token_id] if token_id < len(kinds) else SILENT
+        if kind != SILENT:
+            tail.append(token_id)
+        plain += kind == PLAIN
+        if plain == _TAIL_IDS:
+            break
+    tail.reverse()
+    certain = "".join(map(detokenizer.push, tail))
+    held = decode(tail)[len(certain) :]
+    return _Addition(detokenizer, held) if held else detokenizer
+
+
+class _Addition:
+    """Leaves out what the prompt's text ended with, when the detokenizer, which held it back, returns it."""
+
+    __slots__ = ("_detokenizer", "_held")
+
+    def __init__(self, detokenizer: Detokenizer, held: str) -> None:
+        self._detokenizer = detokenizer
+        self._held = held
+
+    def push(self, token_id: int) -> str:
+        """See `Detokenizer`."""
+        return self._added(self._detokenizer.push(token_id))
+
+    def flush(self) -> str:
+        """See `Detokenizer`."""
+        return self._added(self._detokenizer.flush())
+
+    def _added(self, text: str) -> str:
+        both = zip(self._held, text, strict=False)
+        shared = next((at for at, (held, new) in enumerate(both) if held != new), min(len(self._held), len(text)))
+        if shared < len(text):
+            self._held = ""  # the output has begun
+        else:
+            self._held = self._held[shared:]
+        return text[shared:]
 
 
 class StopText:

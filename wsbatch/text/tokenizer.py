@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers.models import WordLevel
 
-from wsbatch.text.detokenize import BYTE, PLAIN, SILENT, ByteDetokenizer, Detokenizer, WindowDetokenizer
+from wsbatch.text.detokenize import (
+    BYTE,
+    PLAIN,
+    SILENT,
+    ByteDetokenizer,
+    Detokenizer,
+    WindowDetokenizer,
+    continuing,
+)
 from wsbatch.text.tokenizer_files import TokenizerFiles
 
 
@@ -114,11 +122,14 @@ class Tokenizer:
         """Ids as text; special tokens and ids outside the vocabulary are skipped."""
         return self._spelling.decode(list(token_ids), skip_special_tokens=True)
 
-    def detokenizer(self) -> Detokenizer:
-        """For one output."""
+    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
+        """For one output, which continues these ids."""
+        detokenizer: Detokenizer
         if self._pieces is not None:
-            return ByteDetokenizer(self._pieces)
-        return WindowDetokenizer(self.decode, self._kinds, hold_replacement=self._joins_bytes)
+            detokenizer = ByteDetokenizer(self._pieces)
+        else:
+            detokenizer = WindowDetokenizer(self.decode, self._kinds, hold_replacement=self._joins_bytes)
+        return continuing(detokenizer, prompt_ids, kinds=self._kinds, decode=self.decode)
 
     def _respell(self, text: str) -> list[int]:
         """`spell`, with what would be a special token spelled by characters, and left out where one is that token."""
