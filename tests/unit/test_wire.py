@@ -126,6 +126,11 @@ BAD_FIELDS = [
     ({"prompt_logprobs": 1}, ["prompt_logprobs"]),
     ({"max_new_tokens": 5}, ["max_new_tokens", "use max_tokens"]),
     ({"do_sample": True}, ["do_sample", "use temperature"]),
+    ({"topP": 0.5}, ["topP", "use top_p"]),
+    ({"repetitionPenalty": 2}, ["repetitionPenalty", "not supported", "2"]),
+    ({"mirostat_tau": 3}, ["mirostat_tau", "not supported"]),
+    ({"add_special_tokens": False}, ["add_special_tokens", "false"]),
+    ({"options": {"num_predict": 5}}, ["options", "use its fields beside id"]),
 ]
 
 
@@ -301,6 +306,10 @@ def test_unknown_keys_are_ignored_and_neutral_ones_pass(codec: Codec) -> None:
         echo=False,
         tools=[],
         min_p=0,
+        mirostat=0,
+        mirostat_tau=3,
+        add_special_tokens=True,
+        repetitionPenalty=1,
         top_logprobs=None,
         seed=None,
         timeout_ms=None,
@@ -313,7 +322,7 @@ def test_every_field_of_a_request_arrives(codec: Codec) -> None:
     frame = {
         "type": "generate",
         "id": 2**53 - 1,
-        "messages": [{"role": "system", "content": "", "name": "x"}, {"role": "user", "content": "é😀"}],
+        "messages": [{"role": "system", "content": "", "id": "x"}, {"role": "user", "content": "é😀"}],
         "max_tokens": 7,
         "temperature": 1,
         "top_p": 1,

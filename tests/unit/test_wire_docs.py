@@ -26,7 +26,7 @@ from wsbatch.messages import (
     Tokens,
 )
 from wsbatch.wire import JSON, DecodeError
-from wsbatch.wire.unsupported import _UNSUPPORTED
+from wsbatch.wire.unsupported import EMPTY, IN_MESSAGE, PARAMETERS, SURROUNDING, TUNING
 
 TEXT = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 
@@ -37,10 +37,17 @@ def section(title: str) -> str:
     return re.split(r"\n#+ ", rest, maxsplit=1)[0]
 
 
+def tables(title: str) -> list[list[list[str]]]:
+    """The cells of the section's tables, below their heads."""
+    blocks = re.findall(r"(?:^\|.*\n)+", section(title) + "\n", re.MULTILINE)
+    return [
+        [[cell.strip() for cell in row.strip("|").split("|")] for row in block.splitlines()[2:]] for block in blocks
+    ]
+
+
 def table(title: str) -> list[list[str]]:
-    """The cells of the section's first table, below its head."""
-    rows = [line for line in section(title).splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+    """The section's first table."""
+    return tables(title)[0]
 
 
 def test_the_errors() -> None:
@@ -98,9 +105,21 @@ def test_the_fields_and_phases_of_a_step_of_the_batch() -> None:
     assert [phase for phase in get_args(RowPhase) if f"`{phase}`" not in text] == []
 
 
+def listed(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split())
+
+
+def passing(neutral: tuple[object, ...]) -> str:
+    values = " or ".join(f"`{json.dumps(value)}`" for value in neutral)
+    return "empty" if neutral == EMPTY else values or "—"
+
+
 def test_the_names_refused() -> None:
-    named = set(re.findall(r"`(\w+)`", section("## Parameters of other servers")))
-    assert set(_UNSUPPORTED) <= named
+    refused, tuning, in_message = tables("## Parameters of other servers")
+    assert refused == [[row.what, passing(row.neutral), listed(row.names)] for row in PARAMETERS]
+    assert tuning == [[listed(switches), listed(names)] for switches, names in TUNING.items()]
+    assert in_message == [[passing(row.neutral), listed(row.names)] for row in IN_MESSAGE]
+    assert listed(SURROUNDING) in section("## Parameters of other servers")
 
 
 def examples() -> list[str]:

@@ -40,7 +40,7 @@ from wsbatch.messages import (
 )
 from wsbatch.wire import JSON, MSGPACK, Codec, DecodeError
 from wsbatch.wire.fields import MAX_SAFE_INTEGER, MAX_TOKEN_ID
-from wsbatch.wire.unsupported import _UNSUPPORTED
+from wsbatch.wire.unsupported import IN_MESSAGE, REFUSED
 
 # Without a deadline: nothing here is a test of time.
 FUZZ = settings(max_examples=150, deadline=None)
@@ -207,7 +207,8 @@ known_keys = st.sampled_from(
     + [spec.name for spec in fields(Finished)]
     + [spec.name for spec in fields(Hello)]
     + [spec.name for spec in fields(BatchSnapshot)]
-    + sorted(_UNSUPPORTED)
+    + sorted(REFUSED)
+    + [name for row in IN_MESSAGE for name in row.names.split()]
 )
 keys = known_keys | st.text(max_size=5)
 values = st.recursive(

@@ -185,9 +185,6 @@ def chat_message(name: str, value: object) -> ChatMessage:
     for key in ("role", "content"):
         if value.get(key) is None:
             raise BadRequest(f"{name}.{key}: is required")
-    for key in ("tool_calls", "tool_call_id", "function_call"):
-        if value.get(key) not in (None, []):
-            raise BadRequest(f"{name}.{key}: is not supported")
     role = _role(f"{name}.role", value["role"])
     if not (role.isascii() and role.isidentifier()):
         raise BadRequest(f"{name}.role: must be a word such as system, user or assistant, got {shown(role)}")

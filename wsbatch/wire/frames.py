@@ -16,6 +16,7 @@ from wsbatch.messages import (
     BatchSnapshot,
     BatchStep,
     Cancel,
+    ChatMessage,
     ClientMessage,
     DrainingNotice,
     Failed,
@@ -55,7 +56,7 @@ from wsbatch.wire.fields import (
     token_logprobs,
     wrong_type,
 )
-from wsbatch.wire.unsupported import refuse_unsupported
+from wsbatch.wire.unsupported import refuse_in_message, refuse_unsupported
 
 # What stands on the wire for a log probability of minus infinity: JSON has no infinities.
 LOGPROB_FLOOR = -9999.0
@@ -85,7 +86,7 @@ class ClientFrames:
             "id": self.read_id,
             "prompt": string(low=1),
             "token_ids": token_ids(low=1, high=limits.max_token_ids),
-            "messages": array(chat_message, low=1, high=limits.max_messages),
+            "messages": array(_turn, low=1, high=limits.max_messages),
             "priority": integer(0, 9),
             "timeout_ms": integer(1, limits.max_timeout_ms),
             "queue_timeout_ms": integer(1, limits.max_timeout_ms),
@@ -118,6 +119,12 @@ class ClientFrames:
         if len(prompts) != 1:
             raise BadRequest(f"prompt, token_ids, messages: give exactly one, got {' and '.join(prompts) or 'none'}")
         return GenerateRequest(**values, sampling=SamplingParams(**_read(frame, self._sampling)))
+
+
+def _turn(name: str, value: object) -> ChatMessage:
+    if type(value) is dict:
+        refuse_in_message(name, value)
+    return chat_message(name, value)
 
 
 def client_frame(message: ClientMessage) -> dict[str, object]:
