@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from typing import Any
 
 import msgpack
@@ -193,12 +194,12 @@ def test_the_id_of_an_unknown_type_is_kept(codec: Codec) -> None:
         (MSGPACK, b"\x80\x80"),
         (MSGPACK, b"GET / HTTP/1.1\r\n"),
         (MSGPACK, "{}"),
-        (MSGPACK, b"\xd4\xff\x00"),  # a timestamp of the wrong length
+        (MSGPACK, b"\x81\xa4type\xc1"),
         (JSON, ""),
         (JSON, "{"),
         (JSON, "{}{}"),
         (JSON, "{'type': 'ping'}"),
-        (JSON, "9" * 5000),
+        (JSON, "9" * 5000 + "}"),
         (JSON, b"{}"),
     ],
 )
@@ -207,6 +208,7 @@ def test_what_is_not_the_subprotocol_is_fatal(codec: Codec, data: bytes | str) -
     assert type(exc.error) is BadRequest
     assert exc.error.close_code == 1007
     assert exc.fatal
+    assert re.search(r"\w{2,}$|\)$", exc.error.message), "it says why"
 
 
 @CODEC_PAIR
@@ -255,6 +257,76 @@ def test_brackets_in_a_json_string_are_not_arrays() -> None:
     request = JSON.decode_client(encoded(JSON, generate(prompt=prompt)))
     assert isinstance(request, GenerateRequest)
     assert request.prompt == prompt
+
+
+LONG = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (f'"seed":{LONG}', ["seed", str(2**53 - 1), "an integer of over 500 digits"]),
+        (f'"seed":-{LONG}', ["seed", "from 0"]),
+        (f'"top_k":{"9" * 4000}', ["top_k", "an integer of over 500 digits"]),
+        (f'"top_k":{"9" * 400}', ["top_k", "9" * 40 + "…"]),
+        (f'"temperature":{LONG}', ["temperature", "from 0 to 100"]),
+        ('"temperature":1e999', ["temperature", "inf"]),
+        (f'"temperature":1e{LONG}', ["temperature", "inf"]),
+        ('"temperature":-Infinity', ["temperature", "-inf"]),
+        ('"max_tokens":1e999', ["max_tokens", "an integer", "inf"]),
+        ('"max_tokens":NaN', ["max_tokens", "an integer", "nan"]),
+        (f'"stop_token_ids":[1,{LONG}]', ["stop_token_ids[1]"]),
+        (f'"resume_token_ids":[{"1," * 3000}{LONG}]', ["resume_token_ids[3000]"]),
+        (f'"n":{LONG}', ["n: is not supported"]),
+        ('"stream":NaN', ["stream", "nan"]),
+        ('"stop":["\\ud800"]', ["stop[0]", "Unicode"]),
+    ],
+)
+def test_numbers_that_no_field_can_hold_in_json(fields: str, words: list[str]) -> None:
+    exc = refused(JSON, f'{{"type":"generate","id":"r1","prompt":"hi",{fields}}}')
+    assert (type(exc.error), exc.id, exc.fatal) == (BadRequest, "r1", False)
+    assert [word for word in words if word not in exc.error.message] == []
+
+
+@pytest.mark.parametrize("id", [LONG, f"-{LONG}", "1e999", "NaN", '"\\udc00"'])
+def test_an_id_that_no_frame_can_hold_in_json(id: str) -> None:
+    exc = refused(JSON, f'{{"type":"generate","prompt":"hi","id":{id}}}')
+    assert exc.error.message.startswith("id: ")
+    assert (exc.id, exc.fatal) == (None, False)
+
+
+def test_a_number_of_thousands_of_digits_that_nobody_reads_is_ignored() -> None:
+    junk = ",".join(["[]", "{}"] * 2000)
+    text = f'{{"type":"generate","id":"r1","prompt":"hi","junk":[{junk}],"more":{LONG},"and":NaN}}'
+    assert JSON.decode_client(text) == GenerateRequest(id="r1", prompt="hi")
+    assert refused(JSON, LONG).error.message == "a frame must be a map, got an integer of over 500 digits"
+    with pytest.raises(DecodeError, match="nonce: must be from"):
+        JSON.decode_server(f'{{"type":"pong","nonce":{LONG}}}')
+
+
+@pytest.mark.parametrize("timestamp", [b"\xd4\xff\x00", b"\xc7\x0c\xff" + b"\xff" * 12, b"\xd7\xff" + b"\xff" * 8])
+def test_a_msgpack_timestamp_that_is_none_costs_its_message_only(timestamp: bytes) -> None:
+    exc = refused(MSGPACK, b"\x84\xa4type\xa8generate\xa2id\x01\xa6prompt\xa1x\xa4seed" + timestamp)
+    assert type(exc.error) is BadRequest
+    assert not exc.fatal
+    assert exc.error.message.strip()[-1] not in ":"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (b"\xcf" + b"\xff" * 8, ["from 0 to", str(2**64 - 1)]),
+        (b"\xd3\x80" + bytes(7), ["from 0 to", str(-(2**63))]),
+        (b"\xca\x7f\xc0\x00\x00", ["an integer", "nan"]),
+        (b"\xd6\xff" + bytes(4), ["an integer", "a msgpack extension"]),
+        (b"\xc4\x01x", ["an integer", "binary data"]),
+    ],
+    ids=["uint64", "int64", "nan", "timestamp", "bin"],
+)
+def test_msgpack_values_that_are_no_seed(value: bytes, words: list[str]) -> None:
+    exc = refused(MSGPACK, b"\x84\xa4type\xa8generate\xa2id\x01\xa6prompt\xa1x\xa4seed" + value)
+    assert [word for word in ("seed: ", *words) if word not in exc.error.message] == []
+    assert (exc.id, exc.fatal) == (1, False)
 
 
 def test_lengths_that_msgpack_claims_are_not_allocated(monkeypatch: pytest.MonkeyPatch) -> None:

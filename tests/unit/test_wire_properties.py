@@ -264,9 +264,10 @@ def test_arbitrary_msgpack(value: Any) -> None:
 
 
 @FUZZ
-@given(value=values)
-def test_arbitrary_json(value: Any) -> None:
+@given(value=values, digits=st.integers(4200, 4400), exponent=st.sampled_from(["", "e9", "E-4000", ".5e+4000"]))
+def test_arbitrary_json(value: Any, digits: int, exponent: str) -> None:
     check_decoding(JSON, json.dumps(value))
+    check_decoding(JSON, json.dumps(value).replace("1", "7" * digits + exponent))
 
 
 @CODEC_PAIR

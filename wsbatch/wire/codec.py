@@ -19,6 +19,8 @@ from wsbatch.wire.frames import ClientFrames, client_frame, read_server_frame, s
 
 PROTOCOL_VERSION = 1
 
+_INTEGER_DIGITS = 600
+
 
 class DecodeError(WsbatchError):
     """A message that could not be decoded.
@@ -142,8 +144,12 @@ class MsgpackCodec(Codec):
             raise BadRequest("the message is nested too deeply") from None
         except msgpack.OutOfData:
             raise _not_spoken("the message is not msgpack: it is incomplete") from None
-        except (ValueError, TypeError, OverflowError) as exc:
-            raise _not_spoken(f"the message is not msgpack: {exc or type(exc).__name__}") from None
+        except msgpack.FormatError:
+            raise _not_spoken("the message is not msgpack: it has a byte that begins no value") from None
+        except msgpack.ExtraData:
+            raise _not_spoken("the message is not msgpack: it goes on after its end") from None
+        except (ValueError, TypeError, OverflowError) as exc:  # a timestamp, say, of a length that none has
+            raise BadRequest(f"the message holds a value that cannot be read: {exc}") from None
 
 
 class JsonCodec(Codec):
@@ -163,17 +169,32 @@ class JsonCodec(Codec):
             raise _not_spoken(f"{self.subprotocol} is spoken in text messages, got a binary message")
         try:
             if containers is None:
-                return json.loads(data)
+                return _json_value(data)
             self._check_size(len(data.encode()))
             # json calls nothing back for an array, so arrays are counted here; brackets in strings are not arrays.
             if (brackets := data.count("[")) > containers.left:
                 brackets = self._string.sub("", data).count("[")
             containers.take(brackets)
-            return json.loads(data, object_pairs_hook=containers.map)
+            return _json_value(data, containers)
         except RecursionError:
             raise BadRequest("the message is nested too deeply") from None
         except ValueError as exc:
             raise _not_spoken(f"the message is not JSON: {exc}") from None
+
+
+def _json_value(text: str, containers: "_Containers | None" = None) -> object:
+    hooks: dict[str, Any] = {} if containers is None else {"object_pairs_hook": containers.map}
+    left = 0 if containers is None else containers.left
+    try:
+        return json.loads(text, **hooks)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        # Python refuses to convert an integer of thousands of digits. It is beyond every bound all the same when most
+        # of them are left out; a hook for every integer would treble the time that ids take.
+        if containers is not None:
+            containers.left = left
+        return json.loads(text, parse_int=lambda digits: int(digits[:_INTEGER_DIGITS]), **hooks)
 
 
 class _Containers:

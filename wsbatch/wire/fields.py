@@ -18,6 +18,8 @@ MAX_SAFE_INTEGER = 2**53 - 1
 MAX_TOKEN_ID = 2**31 - 1
 
 _ECHOED_CHARS = 40
+# Python may refuse to write out an integer of more than 640 digits.
+_SHOWN_BITS = 1700
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ def shown(value: object) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
         return repr(value) if len(value) <= _ECHOED_CHARS else f"{value[:_ECHOED_CHARS]!r}… ({len(value)} characters)"
+    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
+        return "an integer of over 500 digits"
     if isinstance(value, (int, float)):
         digits = repr(value)
         return digits if len(digits) <= _ECHOED_CHARS else f"{digits[:_ECHOED_CHARS]}…"
