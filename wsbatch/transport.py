@@ -14,6 +14,7 @@ from socket import SO_LINGER, SOL_SOCKET
 
 import trio
 import trio_websocket
+from wsproto.frame_protocol import FrameProtocol
 from wsproto.utilities import ProtocolError
 
 from wsbatch.config import ServerConfig
@@ -31,6 +32,7 @@ RawStream = trio.abc.HalfCloseableStream
 
 _RECEIVE_BYTES = 65_536
 _MAX_FRAGMENTS = 65_536
+_CLOSE_FRAME = 0x88  # its first byte
 _UNEXPECTED = "a connection ended by an unexpected error"
 # How a connection's end, from either side, looks from inside: no news to anybody.
 _ENDED = (
@@ -173,15 +175,23 @@ class Transport:
                     self._metrics.refused.labels("internal_error").inc()
                     await connection.close(1011, "internal error")
                 nursery.cancel_scope.cancel()
-            if websocket.closed is not None and websocket.closed.code == 1009:
-                # The library has stopped reading in mid-message. Closing now would reset the connection, and the
-                # client, still writing, would never read why.
-                self._metrics.refused.labels("too_large").inc()
-                with trio.move_on_after(self._config.close_timeout_s):
-                    await _linger(raw)
+            await self._part(raw, replay, websocket.closed)
         finally:
             self._websockets -= 1
             self._metrics.connections.dec()
+
+    async def _part(self, raw: RawStream, replay: "_Replay", closed: trio_websocket.CloseReason | None) -> None:
+        """Tell a client that broke the protocol so, and see to it that it can read that."""
+        forbidden = closed is not None and closed.code in (1002, 1007) and not replay.said_goodbye
+        if closed is None or not (forbidden or closed.code == 1009):
+            return
+        self._metrics.refused.labels("bad_request" if forbidden else "too_large").inc()
+        with trio.move_on_after(self._config.close_timeout_s), suppress(*_ENDED):
+            if forbidden:
+                await replay.send_all(FrameProtocol(client=False, extensions=[]).close(closed.code, closed.reason))
+            # The library has stopped reading, perhaps in mid-message. Closing now would reset the connection, and the
+            # client, still writing, would never read why.
+            await _linger(raw)
 
 
 class _WebSocket:
@@ -242,10 +252,16 @@ class _WebSocket:
 
 
 class _Replay(trio.abc.Stream):
-    """A stream that begins with a head of our own making, and that writes nothing after a write was cut short."""
+    """A stream that begins with a head of our own making, and that writes nothing after a write was cut short.
+
+    Attributes:
+        heard_at: when something last arrived.
+        said_goodbye: whether a close frame was written.
+    """
 
     def __init__(self, stream: trio.abc.Stream, head: bytes, rest: bytes) -> None:
         self.heard_at = trio.current_time()
+        self.said_goodbye = False
         self._stream = stream
         self._head = head
         self._rest = rest
@@ -275,6 +291,7 @@ class _Replay(trio.abc.Stream):
         if self._writing:  # writers hold a lock, so this is a write that never finished
             raise trio.BrokenResourceError("an earlier write was cut short")
         self._writing = True
+        self.said_goodbye = self.said_goodbye or data[0] == _CLOSE_FRAME
         await self._stream.send_all(data)
         self._writing = False
 
@@ -282,7 +299,9 @@ class _Replay(trio.abc.Stream):
         await self._stream.wait_send_all_might_not_block()
 
     async def aclose(self) -> None:
-        await self._stream.aclose()
+        # Over what the RFC forbids the library closes without a word; then there is still something to say.
+        if self.said_goodbye:
+            await self._stream.aclose()
 
 
 async def _reset(raw: RawStream) -> None:
