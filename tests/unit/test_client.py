@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 import trio.testing
@@ -720,9 +721,75 @@ def test_prompts() -> None:
     assert build_request(whole, {"top_k": 4}) == GenerateRequest(
         prompt="a", priority=1, sampling=SamplingParams(seed=3, top_k=4)
     )
-    for bad in (5, None, [{"role": "user"}], [1, "a"], [True]):
-        with pytest.raises(TypeError):
-            build_request(bad, {})  # type: ignore[arg-type]
+    assert build_request(range(2), {}) == GenerateRequest(token_ids=(0, 1))
+    assert build_request([], {}) == GenerateRequest(token_ids=()), "the server says what it thinks of that"
+
+
+USER = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (5, "prompt must be a str, token ids, messages or a GenerateRequest, got int"),
+        (None, "prompt must be .* got NoneType"),
+        (b"abc", "prompt must be .* got bytes"),
+        (bytearray(b"abc"), "prompt must be .* got bytearray"),
+        (memoryview(b"abc"), "prompt must be .* got memoryview"),
+        ({1, 2}, "prompt must be .* got set"),
+        (USER, "prompt must be .* got dict"),
+        ((id for id in (1, 2)), "prompt must be .* got generator"),
+        (np.array([1, 2]), "prompt must be .* got ndarray"),
+        (list(np.array([1, 2])), r"token_ids\[0\] must be int, got int64"),
+        ([1, "a"], r"token_ids\[1\] must be int, got str"),
+        ([1, 2.0], r"token_ids\[1\] must be int, got float"),
+        ([True], r"token_ids\[0\] must be int, got bool"),
+        ([1, USER], r"token_ids\[1\] must be int, got dict"),
+        (["a", "b"], r"token_ids\[0\] must be int, got str"),
+        ([USER, 1], r"messages\[1\] must be a ChatMessage .* got int"),
+        ([{"role": "user"}], r"messages\[0\] must be a ChatMessage .* got keys role"),
+        ([USER | {"name": "x"}], r"messages\[0\] must be a ChatMessage .* got keys role, content, name"),
+        ([USER | {"content": b"a"}], r"messages\[0\]\.content must be str, got bytes"),
+        ([ChatMessage("user", None)], r"messages\[0\]\.content must be str, got NoneType"),  # type: ignore[arg-type]
+        (GenerateRequest(prompt=b"abc"), "prompt must be str, got bytes"),  # type: ignore[arg-type]
+        (GenerateRequest(token_ids=b"abc"), "token_ids must be a sequence of int, got bytes"),  # type: ignore[arg-type]
+        (GenerateRequest(messages="abc"), "messages must be a sequence of ChatMessage, got str"),  # type: ignore[arg-type]
+        (GenerateRequest(prompt="a", sampling=SamplingParams(stop="abc")), "stop must be a sequence of str, got str"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_prompt_of_another_type(prompt: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        build_request(prompt, {})
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"stop": b"ab"}, "stop must be a sequence of str, got bytes"),
+        ({"stop": [b"ab"]}, r"stop\[0\] must be str, got bytes"),
+        ({"stop": 5}, "stop must be a sequence of str, got int"),
+        ({"stop_token_ids": b"ab"}, "stop_token_ids must be a sequence of int, got bytes"),
+        ({"stop_token_ids": "12"}, "stop_token_ids must be a sequence of int, got str"),
+        ({"stop_token_ids": [1, False]}, r"stop_token_ids\[1\] must be int, got bool"),
+        ({"resume_token_ids": bytearray(b"a")}, "resume_token_ids must be a sequence of int, got bytearray"),
+        ({"resume_token_ids": iter([1])}, "resume_token_ids must be a sequence of int, got list_iterator"),
+        ({"resume_token_ids": np.array([1])}, "resume_token_ids must be a sequence of int, got ndarray"),
+        ({"max_tokens": 5.0}, "max_tokens must be int, got float"),
+        ({"max_tokens": np.int64(5)}, "max_tokens must be int, got int64"),
+        ({"logprobs": True}, "logprobs must be int, got bool"),
+        ({"temperature": "1"}, "temperature must be float, got str"),
+        ({"temperature": np.float32(1)}, "temperature must be float, got float32"),
+        ({"stream": 0}, "stream must be bool, got int"),
+    ],
+)
+def test_a_parameter_of_another_type(params: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        build_request("a", params)
+
+
+def test_what_is_none_is_left_to_the_server() -> None:
+    assert build_request("a", {"max_tokens": None}).sampling.max_tokens is None  # type: ignore[typeddict-item]
+    assert build_request("a", {"temperature": np.float64(1), "top_p": 1}).sampling == SamplingParams(temperature=1)
 
 
 def test_parameters_are_those_of_the_messages() -> None:

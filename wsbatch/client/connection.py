@@ -89,7 +89,7 @@ class Client:
             retries: how often a refusal that says when to retry is retried, before the first token.
 
         Does not wait; iterating does. Raises ConnectionLost, BadRequest for values that have no form on the wire,
-        TooLarge for a message over the server's limit, TypeError for an unknown parameter.
+        TooLarge for a message over the server's limit, TypeError for an unknown parameter or a value of another type.
         """
         stream = TokenStream(build_request(prompt, params), begin=self.begin, retries=retries, jitter=self._jitter)
         self.begin(stream)
