@@ -62,6 +62,7 @@ class GenerateRequest:
         queue_timeout_ms: bound on the time in the queue; may only shorten the server's.
         stream: False sends no `Tokens`; the terminal event carries everything.
         resume_token_ids: already generated elsewhere: prefilled after the prompt, counted as output, not sent again.
+        parse_special: the literals of special tokens in `prompt` are these tokens, and not text.
     """
 
     id: RequestId = 0
@@ -74,6 +75,7 @@ class GenerateRequest:
     queue_timeout_ms: int | None = None
     stream: bool = True
     resume_token_ids: tuple[int, ...] = ()
+    parse_special: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from wsbatch.errors import TooLarge
+from wsbatch.errors import BadRequest, TooLarge
 from wsbatch.messages import GenerateRequest
 from wsbatch.text import TextCodec
 
@@ -43,6 +43,8 @@ class Tokenising:
 
     async def __call__(self, request: GenerateRequest) -> list[int]:
         """Waits for a thread where the text is long; cancelling abandons it. Raises BadRequest or TooLarge."""
+        if request.parse_special and request.prompt is None:
+            raise BadRequest("parse_special: goes with prompt: a chat template has its special tokens, ids are tokens")
         if request.token_ids is not None:
             return list(request.token_ids)
         messages = request.messages or ()
@@ -52,7 +54,7 @@ class Tokenising:
 
         def encode() -> list[int]:
             if request.prompt is not None:
-                return self._codec.encode(request.prompt)
+                return self._codec.encode(request.prompt, parse_special=request.parse_special)
             return self._codec.encode_messages(messages)
 
         if size <= _INLINE_BYTES:

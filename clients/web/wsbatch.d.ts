@@ -28,6 +28,7 @@ export interface GenerateRequest {
   queue_timeout_ms?: number;
   stream?: boolean;
   resume_token_ids?: number[];
+  parse_special?: boolean;
 }
 
 /** A token's own log probability, and the likeliest ids at its position with theirs. */

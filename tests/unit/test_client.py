@@ -810,6 +810,7 @@ def test_parameters_are_those_of_the_messages() -> None:
             "queue_timeout_ms": 10,
             "stream": False,
             "resume_token_ids": [11],
+            "parse_special": True,
         },
     )
     assert request == GenerateRequest(
@@ -820,4 +821,5 @@ def test_parameters_are_those_of_the_messages() -> None:
         queue_timeout_ms=10,
         stream=False,
         resume_token_ids=(11,),
+        parse_special=True,
     )

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import decoders as decode_stages
 from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
 
+from wsbatch.errors import BadRequest
 from wsbatch.messages import ChatMessage
 from wsbatch.text import ByteText, HuggingFaceText
+from wsbatch.text.codec import ROLES
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|start|>", "<|end|>", "⏹"]
 CHAT = (
@@ -160,6 +162,43 @@ def test_a_conversation_without_literals_is_encoded_in_one_piece(
     turns = "".join(f"<|start|>{message.role}\n{message.content}<|end|>\n" for message in talk(*texts))
     expected = library.encode(f"<s>{turns}<|start|>assistant\n", add_special_tokens=False).ids
     assert make(maker).encode_messages(talk(*texts)) == expected
+
+
+@often
+@given(contents)
+@example("<s>hello")
+@example("<s><s>")
+@example("hello<s>")
+def test_special_tokens_of_a_prompt_are_parsed_where_that_is_asked_for(make: Make, text: str) -> None:
+    ids = BYTE_LEVEL.encode(text, add_special_tokens=False).ids
+    assert make(byte_level).encode(text, parse_special=True) == (ids if ids[:1] == [1] else [1, *ids])
+
+
+def test_what_ends_every_text_is_not_put_twice_either(make: Make) -> None:
+    def with_eos() -> tokenizers.Tokenizer:
+        tokenizer = byte_level()
+        ends = [("<s>", 1), ("</s>", 2)]
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+        return tokenizer
+
+    for text in ("hi", "<s>hi", "hi</s>", "<s>hi</s>"):
+        assert shown(make(with_eos).encode(text, parse_special=True)) == "<s>hi</s>"
+    assert shown(make(with_eos).encode("<s>hi</s>")) == "<s><s>hi</s></s>", "text, between two tokens"
+
+
+def test_a_chat_prompt_made_by_hand_is_the_conversation(make: Make) -> None:
+    codec = make(byte_level)
+    by_hand = "<|start|>user\nhello<|end|>\n<|start|>assistant\n"
+    assert codec.encode(by_hand, parse_special=True) == codec.encode_messages(talk("hello"))
+    assert special_in(codec.encode(by_hand)) == ["<s>"]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_roles(make: Make, role: str) -> None:
+    for codec in (make(byte_level), ByteText()):
+        assert role in codec.decode(codec.encode_messages([ChatMessage(role, "x")]))
+        with pytest.raises(BadRequest, match=r"^messages\[0\]\.role must be one of system, .*, function, not 'end'$"):
+            codec.encode_messages([ChatMessage("end", "x")])
 
 
 # Templates that treat contents in the ways in which templates do, with the same in Python.

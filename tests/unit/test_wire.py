@@ -409,6 +409,7 @@ def test_every_field_of_a_request_arrives(codec: Codec) -> None:
         "queue_timeout_ms": 86_400_000,
         "stream": False,
         "resume_token_ids": [1, 2],
+        "parse_special": True,
     }
     assert codec.decode_client(encoded(codec, frame)) == GenerateRequest(
         id=2**53 - 1,
@@ -419,6 +420,7 @@ def test_every_field_of_a_request_arrives(codec: Codec) -> None:
         queue_timeout_ms=86_400_000,
         stream=False,
         resume_token_ids=(1, 2),
+        parse_special=True,
     )
 
 

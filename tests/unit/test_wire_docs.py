@@ -25,6 +25,7 @@ from wsbatch.messages import (
     Status,
     Tokens,
 )
+from wsbatch.text.codec import ROLES
 from wsbatch.wire import JSON, DecodeError
 from wsbatch.wire.unsupported import EMPTY, IN_MESSAGE, PARAMETERS, SURROUNDING, TUNING
 
@@ -68,6 +69,11 @@ def test_the_fields_of_generate_and_their_defaults() -> None:
     for spec in specs:
         if spec.name != "id":
             assert documented[spec.name] == ("—" if spec.default is None else f"`{json_number(spec.default)}`")
+
+
+def test_the_roles() -> None:
+    (sentence,) = re.findall(r"`role` is (.*?), `content`", section("### `generate`"), re.DOTALL)
+    assert tuple(re.findall(r"`(\w+)`", sentence)) == ROLES
 
 
 def json_number(value: object) -> str:

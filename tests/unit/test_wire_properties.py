@@ -90,6 +90,7 @@ def requests(draw: st.DrawFn) -> GenerateRequest:
         queue_timeout_ms=draw(timeouts),
         stream=draw(st.booleans()),
         resume_token_ids=draw(token_ids),
+        parse_special=draw(st.booleans()),
         **draw(prompts),
     )
 

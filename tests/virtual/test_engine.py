@@ -18,7 +18,7 @@ from wsbatch.errors import (
     SlowConsumer,
     TooLarge,
 )
-from wsbatch.messages import Accepted, Failed, Finished, GenerateRequest, SamplingParams, Tokens
+from wsbatch.messages import Accepted, ChatMessage, Failed, Finished, GenerateRequest, SamplingParams, Tokens
 from wsbatch.steps import PaddedStart, StepPlan, StepResult
 from wsbatch.stream import Stream
 from wsbatch.testing.worker import open_virtual_engine
@@ -202,6 +202,8 @@ async def test_places_are_taken_before_tokenising(autojump_clock: MockClock) -> 
         (request(tokens=100, prompt="x" * 30), NeverFits, "at most 128 fit"),
         (request(prompt="x" * 500), TooLarge, "500 bytes"),
         (request(tokens=2, resume_token_ids=(65, 66, 67)), BadRequest, "resume_token_ids"),
+        (GenerateRequest(token_ids=(1,), parse_special=True), BadRequest, "parse_special: goes with prompt"),
+        (GenerateRequest(messages=(ChatMessage("user", "x"),), parse_special=True), BadRequest, "parse_special: goes"),
     ],
 )
 async def test_what_can_never_run_is_refused_at_once(

@@ -27,13 +27,14 @@ class GenerateParams(TypedDict, total=False):
     queue_timeout_ms: int | None
     stream: bool
     resume_token_ids: Sequence[int]
+    parse_special: bool
 
 
 _SAMPLING = frozenset(spec.name for spec in fields(SamplingParams))
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("max_tokens", "top_k", "seed", "logprobs", "priority", "timeout_ms", "queue_timeout_ms"), (int,)),
     **dict.fromkeys(("temperature", "top_p"), (float, int)),
-    **dict.fromkeys(("ignore_eos", "stream"), (bool,)),
+    **dict.fromkeys(("ignore_eos", "stream", "parse_special"), (bool,)),
     "prompt": (str,),
 }
 _ITEMS: dict[str, type] = {

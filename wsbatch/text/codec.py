@@ -10,7 +10,7 @@ from wsbatch.messages import ChatMessage
 from wsbatch.text.detokenize import PLAIN, ByteDetokenizer, Detokenizer, continuing
 from wsbatch.text.tokenizer_files import TokenizerFiles
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class TextCodec(Protocol):
@@ -26,10 +26,11 @@ class TextCodec(Protocol):
     max_token_bytes: int
     eos_token_ids: frozenset[int]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """A prompt as ids, with what the tokenizer puts around every text (BOS). Takes long for a long text.
 
-        The text is a user's: the literal of a special token in it is spelled out, never that token.
+        The text is a user's: the literal of a special token in it is spelled out, never that token, unless
+        `parse_special` is true. Then what the text begins or ends with is not put there again.
 
         Raises:
             BadRequest: it is not valid Unicode.
@@ -66,8 +67,8 @@ class ByteText(TextCodec):
     _pieces = (*(bytes([byte]) for byte in range(256)), b"")
     _kinds = bytes([PLAIN]) * 256
 
-    def encode(self, text: str) -> list[int]:
-        """See `TextCodec`."""
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """See `TextCodec`; no special token has a literal."""
         return list(_utf8(text, "prompt"))
 
     def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
@@ -110,10 +111,11 @@ class HuggingFaceText(TextCodec):
         self.max_token_bytes = self._tokenizer.max_token_bytes
         self.eos_token_ids = self._tokenizer.eos_token_ids
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """See `TextCodec`."""
         _utf8(text, "prompt")
-        return self._tokenizer.surround(self._tokenizer.spell(text))
+        tokenizer = self._tokenizer
+        return tokenizer.surround(tokenizer.parse(text) if parse_special else tokenizer.spell(text))
 
     def encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
         """See `TextCodec`.

@@ -93,9 +93,16 @@ class Tokenizer:
         ids = self._spelling.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids if self._control.isdisjoint(ids) else self._respell(text)
 
+    def parse(self, text: str) -> list[int]:
+        """A text as ids, the literals of special tokens in it being these tokens."""
+        ids: list[int] = self._marking.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
     def surround(self, ids: list[int]) -> list[int]:
-        """With the special tokens that the tokenizer puts around every text, such as BOS."""
-        return [*self._before, *ids, *self._after]
+        """With the special tokens that the tokenizer puts around every text, such as BOS; each of them once."""
+        before = [] if ids[: len(self._before)] == self._before else self._before
+        after = [] if ids[max(0, len(ids) - len(self._after)) :] == self._after else self._after
+        return [*before, *ids, *after]
 
     def mark(self, text: str, found: Sequence[Found]) -> list[int] | None:
         """A template's text as ids, the special tokens in it, which `find` has found, recognised.
@@ -103,7 +110,7 @@ class Tokenizer:
         None if there would be others: a model (Unigram, WordLevel) may take their literals for words, and a normalizer
         may make one.
         """
-        ids = self._marking.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        ids = self.parse(text)
         expected = [each.token_id for each in found if each.token_id in self._control]
         return ids if [id_ for id_ in ids if id_ in self._control] == expected else None
 

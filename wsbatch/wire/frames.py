@@ -92,6 +92,7 @@ class ClientFrames:
             "queue_timeout_ms": integer(1, limits.max_timeout_ms),
             "stream": boolean,
             "resume_token_ids": token_ids(high=limits.max_token_ids),
+            "parse_special": boolean,
         }
         self._by_type: dict[str, Callable[[Mapping[str, object]], ClientMessage]] = {
             "generate": self._read_generate,
