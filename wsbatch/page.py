@@ -21,6 +21,7 @@ FILES = (
     "index.html",
     "page.css",
     "page.js",
+    "answer.js",
     "batch.js",
     "lanes.js",
     "link.js",

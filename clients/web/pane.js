@@ -1,16 +1,14 @@
 /** One pane: a conversation, or one completion after the other. */
 
-import { WsbatchError } from "./wsbatch.js";
+import { Answer } from "./answer.js";
 
-const RETRIES = 8;
 const NEAR_END_PX = 40;
 
 export class Pane {
   #link;
   #sampling;
   #messages = [];
-  #generation = null;
-  #aborting = null;
+  #answer = null; // the one that is coming
 
   /** `sampling` gives the sampling fields of a request, or null where they are not valid. */
   constructor(link, sampling, number, onRemove) {
@@ -53,7 +51,7 @@ export class Pane {
   }
 
   get busy() {
-    return this.#aborting !== null;
+    return this.#answer !== null;
   }
 
   /** Ask what is in the prompt box. Nothing happens while an answer is coming, or without a prompt. */
@@ -63,11 +61,10 @@ export class Pane {
     const sampling = this.#sampling();
     if (sampling === null) return;
     const chat = this.mode.value === "chat";
-    this.#aborting = new AbortController();
-    this.#setBusy(true);
     const asked = this.#add("turn " + (chat ? "user" : "prompt-text"), text);
+    const messages = this.#messages; // of now: `clear` begins another conversation
     if (chat) {
-      this.#messages.push({ role: "user", content: text });
+      messages.push({ role: "user", content: text });
       this.prompt.value = "";
     }
     const turn = chat ? this.#add("turn live", "") : asked;
@@ -75,27 +72,28 @@ export class Pane {
     const words = document.createElement("span");
     words.append(document.createTextNode(""));
     turn.append(words);
-    const request = { ...sampling, ...(chat ? { messages: this.#messages } : { prompt: text }) };
+    const request = { ...sampling, ...(chat ? { messages } : { prompt: text }) };
+    this.#answer = new Answer(this.#link, request);
+    this.#setBusy(true);
     try {
-      await this.#answer(request, words.firstChild);
+      await this.#show(this.#answer, words.firstChild);
     } catch (error) {
-      if (error.name !== "AbortError") this.#add("note error", explain(error));
+      this.#add("note error", explain(error));
     } finally {
       turn.classList.remove("live");
       const answer = words.textContent;
       // A question that was not answered is not part of the conversation.
-      if (chat && answer !== "") this.#messages.push({ role: "assistant", content: answer });
-      else if (chat) this.#messages.pop();
+      if (chat && answer !== "") messages.push({ role: "assistant", content: answer });
+      else if (chat) messages.pop();
       if (chat && answer === "") turn.remove();
-      this.#generation = this.#aborting = null;
+      this.#answer = null;
       this.#setBusy(false);
     }
   }
 
   /** End the answer that is coming: what has come stays. */
   stop() {
-    if (this.#generation) this.#generation.cancel();
-    else this.#aborting?.abort();
+    this.#answer?.stop();
   }
 
   /** Forget the conversation. */
@@ -106,46 +104,31 @@ export class Pane {
     this.stats.textContent = "";
   }
 
-  /** Wait for the whole answer, however many connections it takes: after a loss it goes on where it stopped. */
-  async #answer(request, node) {
+  /** Write the answer as it comes, to its end. */
+  async #show(answer, node) {
     const pace = new Pace();
-    const ids = [];
-    let { seed } = request;
-    let model = null;
-    for (;;) {
-      if (!this.#link.client?.open) this.stats.textContent = "waiting for the server";
-      const client = await this.#link.opened(this.#aborting.signal);
-      if (model !== null && client.hello.model !== model) {
-        throw new WsbatchError("connection_lost", `the server now runs ${client.hello.model}, another model`);
+    try {
+      for await (const event of answer) {
+        if (event.text) this.#write(node, event.text);
+        pace.note(event);
+        this.#tell(event, pace);
+        if (event.type === "finished") return;
       }
-      model = client.hello.model;
-      const resume = ids.length > 0 ? ids.slice() : undefined;
-      try {
-        this.#generation = client.generate({ ...request, seed, resume_token_ids: resume }, { retries: RETRIES });
-        for await (const event of this.#generation) {
-          if (event.type === "accepted") {
-            seed = event.seed;
-            this.stats.textContent = event.requests_ahead > 0 ? `queued behind ${event.requests_ahead}` : "queued";
-          } else {
-            pace.note(event);
-            if (event.type === "tokens") ids.push(...event.token_ids);
-            if (event.text) this.#write(node, event.text);
-            if (event.type === "finished" && event.finish_reason !== "shutdown") {
-              this.stats.textContent = `${pace}${ending(event)}`;
-              return;
-            }
-            this.stats.textContent = `${pace}`;
-          }
-        }
-        await client.closed; // the server shut down in mid-answer
-      } catch (error) {
-        if (!["connection_lost", "draining"].includes(error.code)) throw error;
-        this.#generation = null;
-        if (error.code === "draining") await client.closed;
-      }
-      this.#generation = null;
-      if (ids.length >= request.max_tokens) return;
+      this.stats.textContent = `${pace} · stopped`;
+    } finally {
+      this.#write(node, answer.heldBack);
+    }
+  }
+
+  #tell(event, pace) {
+    if (event.type === "waiting") {
+      this.stats.textContent = "waiting for the server";
+    } else if (event.type === "lost") {
       this.#add("note", "The connection was lost; the answer goes on when the server is back.");
+    } else if (event.type === "accepted") {
+      this.stats.textContent = event.requests_ahead > 0 ? `queued behind ${event.requests_ahead}` : "queued";
+    } else {
+      this.stats.textContent = `${pace}${event.type === "finished" ? ending(event) : ""}`;
     }
   }
 

@@ -64,6 +64,13 @@ class LiveServer:
             self.process.communicate()
             self.process = None
 
+    def terminate(self) -> None:
+        """As a service manager ends it: live answers end with `shutdown`."""
+        if self.process is not None:
+            self.process.terminate()
+            self.process.communicate()
+            self.process = None
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/"

@@ -154,6 +154,29 @@ def test_a_killed_server_is_waited_for_and_the_answer_goes_on(start_server: STAR
     page.wait(lambda: page.one("#n-scheduler").text == "dynamic", "the picture did not come back")
 
 
+def test_text_that_a_shutdown_sends_early_is_shown_once(start_server: START, open_page: OPEN) -> None:
+    server = start_server("--drain-s", "0")
+    page = open_page(server.url)
+    page.wait_connected()
+    page.fill("max_tokens", 160)
+    page.fill("seed", 3)
+    pane = page.pane()
+    pane.type("whole" + Keys.ENTER)
+    page.wait(lambda: not pane.busy and len(pane.answer) == 160, "no answer")
+    whole = pane.answer
+    # Held back from the tenth character on, until the last but ten: it matches all of the stop string but its end.
+    page.fill("stop", whole[10:150] + "#")
+    pane.press("clear")
+    pane.type("whole" + Keys.ENTER)
+    page.wait(lambda: pane.answer == whole[:10], "no tokens")
+    server.terminate()
+    page.wait(lambda: "The connection was lost" in pane.log, "the loss was not noticed")
+    assert pane.answer == whole[:10]
+    server.start()
+    page.wait(lambda: not pane.busy, "the answer never ended")
+    assert pane.answer == whole
+
+
 def test_a_full_server_is_said_to_be_full(start_server: START, open_page: OPEN) -> None:
     server = start_server("--max-connections", "8")
     with ExitStack() as others:
