@@ -31,6 +31,7 @@ FILES = (
     "wsbatch.d.ts",
     "errors.js",
     "generation.js",
+    "request.js",
     "icon.svg",
     "vendor/msgpack.js",
 )

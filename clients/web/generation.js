@@ -11,6 +11,7 @@ export class Generation {
   #events = [];
   #waiting = []; // calls of next() that have nothing yet
   #nextIndex;
+  #begun = false; // tokens have come
   #error = null;
   #ended = false; // the terminal frame has come, or an error stands for it
   #done = false; // iteration is over
@@ -50,8 +51,9 @@ export class Generation {
       if (event.type === "accepted") accepted = event;
       if (event.type === "finished") finished = event;
       text += event.text ?? "";
-      tokenIds.push(...(event.token_ids ?? []));
-      logprobs.push(...(event.logprobs ?? []));
+      // One by one: as arguments of one call, a long answer's tokens would not fit the stack.
+      for (const id of event.token_ids ?? []) tokenIds.push(id);
+      for (const one of event.logprobs ?? []) logprobs.push(one);
     }
     return { text, tokenIds, logprobs: logprobs.length > 0 ? logprobs : null, accepted, finished };
   }
@@ -86,6 +88,7 @@ export class Generation {
         return;
       }
       this.#nextIndex += frame.token_ids.length;
+      this.#begun = true;
     }
     if (frame.type === "error") {
       this.#failed(WsbatchError.of(frame));
@@ -105,9 +108,8 @@ export class Generation {
   }
 
   #failed(error) {
-    const begun = this.#nextIndex > (this.request.resume_token_ids?.length ?? 0);
     const delayMs = error.delayMs;
-    if (delayMs === null || this.#retries === 0 || begun || this.#cancelled) {
+    if (delayMs === null || this.#retries === 0 || this.#begun || this.#cancelled) {
       this.fail(error);
       return;
     }

@@ -169,7 +169,10 @@ export interface Client {
   readonly open: boolean;
   /** Resolves when the connection has ended, however. */
   readonly closed: Promise<{ code: number; reason: string }>;
-  /** Start a generation now. Throws WsbatchError where the connection has ended or the request is too large. */
+  /**
+   * Start a generation now. Throws WsbatchError where the connection has ended, where the request is too large, and
+   * where it holds what no frame can: NaN, a Date, half of a surrogate pair …
+   */
   generate(request: GenerateRequest, options?: GenerateOptions): Generation;
   /** The whole output of a generation. */
   complete(request: GenerateRequest, options?: GenerateOptions): Promise<Completion>;

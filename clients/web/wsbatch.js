@@ -11,6 +11,7 @@
 
 import { Generation } from "./generation.js";
 import { WsbatchError } from "./errors.js";
+import { checkRequest } from "./request.js";
 
 export { WsbatchError };
 
@@ -196,6 +197,7 @@ export class Client {
 
   #begin = (generation) => {
     if (this.#lost !== null) throw this.#lost;
+    checkRequest(generation.request);
     const id = this.#nextId++;
     const data = this.#codec.encode({ ...generation.request, type: "generate", id });
     const bytes = typeof data === "string" ? new TextEncoder().encode(data).length : data.length;

@@ -64,6 +64,46 @@ test("an error is thrown with its code, status and message", () =>
     assert.equal((await client.complete({ prompt: "x", max_tokens: 2 })).tokenIds.length, 2);
   }));
 
+const itself = {};
+itself.itself = itself;
+const UNSENDABLE = [
+  [{ temperature: NaN }, /^temperature: must be a finite number, got NaN/],
+  [{ top_p: Infinity }, /^top_p: must be a finite number/],
+  [{ temperature: -Infinity }, /^temperature: must be a finite number/],
+  [{ prompt: undefined, token_ids: [1, NaN] }, /^token_ids\[1\]: must be a finite number/],
+  [{ stop: ["a", undefined] }, /^stop\[1\]: .* got undefined/],
+  [{ stop: Array(1) }, /^stop\[0\]: .* got undefined/],
+  [{ seed: 5n }, /^seed: .* got a bigint/],
+  [{ seed: new Number(5) }, /^seed: .* got a Number/],
+  [{ prompt: new Date(0) }, /^prompt: .* got a Date/],
+  [{ prompt: { toJSON: () => "x" } }, /^prompt: .* got a Object/],
+  [{ prompt: () => "x" }, /^prompt: .* got a function/],
+  [{ prompt: undefined, token_ids: Int32Array.of(1) }, /^token_ids: .* got a Int32Array/],
+  [{ prompt: "\ud83d" }, /^prompt: is not valid Unicode/],
+  [{ prompt: "x".repeat(99) + "\ude42" }, /^prompt: is not valid Unicode/],
+  [{ prompt: undefined, messages: [{ role: "user", content: "\ud800x" }] }, /^messages\[0\]\.content: is not valid/],
+  [{ "\udfff": 1 }, /field is not valid Unicode/],
+  [{ prompt: itself }, /nested too deeply/],
+];
+
+for (const subprotocol of ["wsbatch.v1.msgpack", "wsbatch.v1.json"]) {
+  test(`what has no form in a frame is refused here, by name, over ${subprotocol}`, () =>
+    withClient(
+      async (client) => {
+        for (const [fields, message] of UNSENDABLE) {
+          const request = { prompt: "x", max_tokens: 1, ...fields };
+          assert.throws(() => client.generate(request), { name: "WsbatchError", code: "bad_request", status: 400, message });
+        }
+        for (const seed of [2 ** 53, 1e21, 0.5]) {
+          await assert.rejects(client.complete({ prompt: "x", seed }), { code: "bad_request", message: /seed/ });
+        }
+        const odd = { prompt: "🙂", max_tokens: 2, temperature: -0, top_p: undefined, seed: null };
+        assert.equal((await client.complete(odd)).tokenIds.length, 2);
+      },
+      { subprotocol },
+    ));
+}
+
 test("what is over the server's limit is refused here, and the connection lives", () =>
   withClient(async (client) => {
     const prompt = "x".repeat(client.hello.limits.max_message_bytes);
@@ -252,6 +292,50 @@ test("tokens that are missing end the generation, and cancel it", () => {
       while (heard.length < 2) await new Promise((resolve) => setTimeout(resolve, 5));
       assert.deepEqual(heard, ["generate", "cancel"]);
       assert.ok(client.open);
+    },
+  );
+});
+
+test("an answer of a million tokens in one frame is taken whole", () => {
+  const token_ids = Array.from({ length: 1_000_000 }, (_, index) => index);
+  const logprobs = token_ids.map(() => [-1, []]);
+  return scripted(
+    ({ hello, send, socket }) => {
+      send(hello);
+      socket.on("message", (data) => {
+        const { id, stream } = JSON.parse(data);
+        const whole = { type: stream === false ? "finished" : "tokens", id, index: 0, token_ids, logprobs, text: "x" };
+        send(accepted(id), whole);
+        if (stream !== false) send({ type: "finished", id, finish_reason: "length", text: "" });
+      });
+    },
+    async (dial) => {
+      const client = await dial();
+      for (const stream of [true, false]) {
+        const all = await client.complete({ prompt: "x", stream });
+        assert.deepEqual([all.tokenIds.length, all.logprobs.length, all.text], [1_000_000, 1_000_000, "x"]);
+      }
+    },
+  );
+});
+
+test("a request that has shown text is not asked anew", () => {
+  let asked = 0;
+  return scripted(
+    ({ hello, send, socket }) => {
+      send(hello);
+      socket.on("message", (data) => {
+        const { id } = JSON.parse(data);
+        const full = { type: "error", id, code: "queue_full", status: 503, message: "m", retry_after_ms: 1 };
+        asked += 1;
+        send(accepted(id), { ...tokens(id, 1), text: "held back" }, full);
+      });
+    },
+    async (dial) => {
+      const client = await dial();
+      const request = { prompt: "x", resume_token_ids: [7] };
+      await assert.rejects(client.complete(request, { retries: 3 }), { code: "queue_full" });
+      assert.equal(asked, 1);
     },
   );
 });
