@@ -13,6 +13,7 @@ import os
 import random
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import msgpack
@@ -20,14 +21,16 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 SUBPROTOCOL = "wsbatch.v1.msgpack"
+HELLO_TIMEOUT_S = 10
 
 
 class ServerError(Exception):
-    """An `error` frame, or the loss of the connection."""
+    """An `error` frame, the loss of the connection, or a frame that cannot be read (`protocol_error`)."""
 
     def __init__(self, code: str, message: str, retry_after_ms: int | None = None) -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
+        self.message = message
         self.retry_after_ms = retry_after_ms
 
 
@@ -46,9 +49,27 @@ class Client:
 
     async def __aenter__(self) -> "Client":
         self._socket = await self._connecting.__aenter__()
-        self.hello = msgpack.unpackb(await self._socket.recv())
+        try:
+            self.hello = await self._greeting()
+        except BaseException:
+            await self._connecting.__aexit__(*sys.exc_info())
+            raise
         self._reader = asyncio.create_task(self._read())
         return self
+
+    async def _greeting(self) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                frame = decoded(await self._socket.recv())
+        except ConnectionClosed as closed:
+            raise ServerError("connection_lost", str(closed)) from closed
+        except TimeoutError:
+            raise ServerError("timeout", f"no hello came within {HELLO_TIMEOUT_S} s") from None
+        if frame["type"] == "error":
+            raise error_of(frame)
+        if frame["type"] != "hello":
+            raise ServerError("protocol_error", f"a hello was due, got {frame['type']!r}")
+        return frame
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self._connecting.__aexit__(*exc_info)
@@ -66,18 +87,19 @@ class Client:
         # The reader must never wait for a slow consumer: it would see no pings. What can gather here is bounded by
         # max_tokens.
         answers = self._answers[id] = asyncio.Queue()
-        await self._send({"type": "generate", "id": id, **request})
         try:
+            await self._send({"type": "generate", "id": id, **request})
             while True:
                 frame = await answers.get()
                 if frame["type"] == "error":
-                    raise ServerError(frame["code"], frame["message"], frame.get("retry_after_ms"))
+                    raise error_of(frame)
                 yield frame
                 if frame["type"] == "finished":
                     return
         finally:
             if self._answers.pop(id, None) is not None and self._lost is None:
-                await self._send({"type": "cancel", "id": id})
+                with suppress(ServerError):  # the end of the connection cancels it too
+                    await self._send({"type": "cancel", "id": id})
 
     async def _send(self, frame: dict[str, Any]) -> None:
         try:
@@ -86,27 +108,62 @@ class Client:
             raise ServerError("connection_lost", str(closed)) from closed
 
     async def _read(self) -> None:
-        """Hand each frame to its request, until the connection ends."""
+        """Hand each frame to its request until the connection ends; whatever ends it ends every request."""
         refusal = None
         try:
             async for message in self._socket:
-                frame = msgpack.unpackb(message)
+                frame = decoded(message)
                 if frame["type"] == "error" and "id" not in frame:
-                    refusal = frame  # about the connection as a whole; its end follows
+                    refusal = error_of(frame)  # about the connection as a whole; its end follows
                 answers = self._answers.get(frame.get("id"))
                 if answers is None:  # of a request that was left, or of no request: unknown frames are ignored
                     continue
                 if frame["type"] in ("finished", "error"):
                     del self._answers[frame["id"]]
                 answers.put_nowait(frame)
-            why = "the server closed the connection"
+            lost = ServerError("connection_lost", "the server closed the connection")
         except ConnectionClosed as closed:
-            why = str(closed)
-        lost = refusal or {"type": "error", "code": "connection_lost", "message": why}
-        self._lost = ServerError(lost["code"], lost["message"])
+            lost = ServerError("connection_lost", str(closed))
+        except ServerError as unreadable:
+            lost = unreadable
+        self._lost = refusal or lost
+        frame = {"type": "error", "code": self._lost.code, "message": self._lost.message}
         for answers in self._answers.values():
-            answers.put_nowait(lost)
+            answers.put_nowait(frame)
         self._answers.clear()
+        await self._socket.close()
+
+
+# What is read of a frame, by type; `id` where it has one.
+FIELDS: dict[str, dict[str, type]] = {
+    "error": {"code": str, "message": str},
+    "accepted": {"seed": int},
+    "tokens": {"index": int, "token_ids": list, "text": str},
+    "finished": {"finish_reason": str, "text": str},
+}
+
+
+def decoded(message: str | bytes) -> dict[str, Any]:
+    """The frame in a message. Raises ServerError where it is none, or lacks what this client reads."""
+    try:
+        frame = msgpack.unpackb(message) if isinstance(message, bytes) else None
+    except Exception as error:  # msgpack raises several kinds, ValueError and its own among them
+        raise ServerError("protocol_error", f"the server sent a frame that cannot be read: {error!r}") from error
+    if not isinstance(frame, dict) or not isinstance(frame.get("type"), str):
+        raise ServerError("protocol_error", "the server sent a message that is no frame")
+    wanted = FIELDS.get(frame["type"], {})
+    wrong = [name for name, kind in wanted.items() if not isinstance(frame.get(name), kind)]
+    if not isinstance(frame.get("id"), int | str | None):
+        wrong.append("id")
+    if wrong:
+        raise ServerError("protocol_error", f"the server sent a {frame['type']} frame without a valid {wrong[0]}")
+    return frame
+
+
+def error_of(frame: dict[str, Any]) -> ServerError:
+    """The exception that an `error` frame stands for."""
+    retry_after_ms = frame.get("retry_after_ms")
+    return ServerError(frame["code"], frame["message"], retry_after_ms if isinstance(retry_after_ms, int) else None)
 
 
 async def ask(client: Client, prompt: str, options: argparse.Namespace, *, stream: bool) -> None:
@@ -124,6 +181,8 @@ async def ask(client: Client, prompt: str, options: argparse.Namespace, *, strea
                     parts.append(text)
                     if stream:
                         print(text, end="", flush=True)
+            if event["finish_reason"] not in ("stop", "length"):
+                raise ServerError(event["finish_reason"], "the server ended the answer before it was whole")
             break
         except ServerError as error:
             if error.retry_after_ms is None or parts or not tries_left:

@@ -1,7 +1,9 @@
 """clients/asyncio_client.py, the program as a user runs it, and its class in an event loop of its own."""
 
+import argparse
 import asyncio
 import importlib.util
+import json
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -10,8 +12,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+import msgpack
 import pytest
 import trio
+from websockets.asyncio.server import ServerConnection, serve
 
 from wsbatch.config import ServerConfig
 from wsbatch.errors import QueueFull
@@ -127,3 +131,101 @@ async def test_the_end_of_the_connection_ends_what_is_live(program: ModuleType) 
         first, second = await in_asyncio(act)
         assert first in ("cancelled", "connection_lost")  # the server may still say so before it goes
         assert second == "connection_lost"
+
+
+HELLO = msgpack.packb({"type": "hello", "version": 1})
+UNREADABLE = [
+    b"\xc1",  # not msgpack
+    b"\x82\xa4type\xa6tokens",  # cut short
+    json.dumps({"type": "accepted", "id": 1}),  # text where binary is spoken
+    *map(
+        msgpack.packb,
+        (
+            [],
+            {},
+            {"type": 5},
+            {"type": ["tokens"], "id": 1},
+            {"type": "tokens", "id": [1], "index": 0, "token_ids": [], "text": ""},
+            {"type": "tokens", "id": 1, "index": 0, "token_ids": []},
+            {"type": "finished", "id": 1, "text": ""},
+            {"type": "error", "id": 1, "code": "queue_full"},
+        ),
+    ),
+]
+
+
+async def against(messages: list[bytes | str], act: Callable[[str], Awaitable[T]]) -> T:
+    """Act on the address of a server that sends the first message at once, the others when it is asked something."""
+
+    async def answer(socket: ServerConnection) -> None:
+        await socket.send(messages[0])
+        async for _ in socket:
+            for message in messages[1:]:
+                await socket.send(message)
+
+    async with serve(answer, "127.0.0.1", 0, subprotocols=["wsbatch.v1.msgpack"]) as server:
+        host, port = next(iter(server.sockets)).getsockname()
+        return await act(f"ws://{host}:{port}")
+
+
+@pytest.mark.parametrize("bad", UNREADABLE, ids=range(len(UNREADABLE)))
+async def test_an_unreadable_frame_ends_every_request(program: ModuleType, bad: bytes | str) -> None:
+    async def ask(client: Any) -> str:
+        try:
+            async for _ in client.generate(prompt="hi"):
+                pass
+        except program.ServerError as error:
+            code: str = error.code
+            return code
+        return "finished"
+
+    async def act(url: str) -> list[str]:
+        async with program.Client(url) as client:
+            both = await asyncio.gather(ask(client), ask(client))
+            return [*both, await ask(client)]
+
+    assert await in_asyncio(lambda: against([HELLO, bad], act)) == ["protocol_error"] * 3
+
+    async def greet(url: str) -> str:
+        with pytest.raises(program.ServerError) as caught:
+            async with program.Client(url):
+                pass
+        code: str = caught.value.code
+        return code
+
+    assert await in_asyncio(lambda: against([bad], greet)) == "protocol_error"
+
+
+async def test_a_refusal_instead_of_the_hello_is_told(program: ModuleType) -> None:
+    refusal = msgpack.packb({"type": "error", "code": "queue_full", "message": "full", "retry_after_ms": 5})
+
+    async def act(url: str) -> int | None:
+        with pytest.raises(program.ServerError, match="queue_full: full") as caught:
+            async with program.Client(url):
+                pass
+        retry_after_ms: int | None = caught.value.retry_after_ms
+        return retry_after_ms
+
+    assert await in_asyncio(lambda: against([refusal], act)) == 5
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "shutdown", "timeout", "cancelled"])
+async def test_an_answer_that_the_server_cuts_short_is_a_failure(
+    program: ModuleType, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished = msgpack.packb({"type": "finished", "id": 1, "finish_reason": reason, "text": "all"})
+    options = argparse.Namespace(chat=False, max_tokens=9, temperature=0.0)
+
+    async def act(url: str) -> str:
+        async with program.Client(url) as client:
+            try:
+                await program.ask(client, "hi", options, stream=True)
+            except program.ServerError as error:
+                code: str = error.code
+                return code
+        return "done"
+
+    assert await in_asyncio(lambda: against([HELLO, finished], act)) == (
+        "done" if reason in ("stop", "length") else reason
+    )
+    assert capsys.readouterr().out.startswith("all")
