@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from wsbatch.model import compiled
+from wsbatch.model import fused
 from wsbatch.model.compiled import KernelsUnavailable, load_library
 from wsbatch.model.fused import PARTS, FusedRunner
 from wsbatch.model.ragged import flatten
@@ -207,13 +207,13 @@ def test_other_formats_and_processors_are_refused(monkeypatch: pytest.MonkeyPatc
         load_library(torch.bfloat16)
 
 
-def test_a_compiler_that_fails_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = tmp_path / "c++"
-    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no such flag >&2\nexit 1\n')
-    broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True})
-    with pytest.raises(KernelsUnavailable, match="no such flag"):
-        load_library(torch.float32)
-    assert list(compiled._cache_dir().iterdir()) == []
+def test_a_build_without_the_dtype_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # An older compiler knows AVX-512 and not its bfloat16 instructions.
+    class Without:
+        def __init__(self) -> None:
+            self.wsbatch_create = lambda *arguments: None
+            self.wsbatch_step = self.wsbatch_destroy = lambda: None
+
+    monkeypatch.setattr(fused, "load_library", lambda dtype: Without())
+    with pytest.raises(KernelsUnavailable, match=r"without torch\.bfloat16"):
+        FusedRunner(build(torch.bfloat16), total_blocks=4, block_tokens=16, max_model_len=32, threads=1)

@@ -1,8 +1,12 @@
 """Weights in the kernels' layout."""
 
+import errno
+import mmap
+
 import pytest
 import torch
 
+from wsbatch.model import linears
 from wsbatch.model.linears import huge_zeros, interleave, pack, packed_shape
 
 
@@ -33,3 +37,12 @@ def test_huge_zeros_start_at_a_huge_page_and_outlive_their_maker() -> None:
     assert not tensor.any()
     tensor += 1
     assert tensor.sum() == 15
+
+
+def test_a_system_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(mmap.mmap):
+        def madvise(self, *advice: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(linears.mmap, "mmap", Small)
+    assert not huge_zeros(2, 3, dtype=torch.float32).any()

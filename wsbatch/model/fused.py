@@ -115,7 +115,10 @@ class FusedRunner:
             pool=self._hold(pool),
         )
         layers = (_Layer * config.num_hidden_layers)(*(self._layer(layer) for layer in model.model.layers))
-        self._runner = ctypes.c_void_p(self._library.wsbatch_create(ctypes.byref(settings), layers))
+        created = self._library.wsbatch_create(ctypes.byref(settings), layers)
+        if created is None:
+            raise KernelsUnavailable(f"the compiler built the kernels without {self._dtype}")
+        self._runner = ctypes.c_void_p(created)
         # Its helper threads would outlive it.
         self._finalizer = weakref.finalize(self, self._library.wsbatch_destroy, self._runner)
         self._stage_ms = np.zeros(len(PARTS))

@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ def huge_zeros(*shape: int, dtype: torch.dtype) -> Tensor:
     size_bytes = count * dtype.itemsize
     # An anonymous mapping is zero, and starts at a page; the tensor keeps it alive through the buffer it is made from.
     memory = mmap.mmap(-1, size_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # EINVAL: a system without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE_BYTES
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
 

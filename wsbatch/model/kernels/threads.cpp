@@ -6,10 +6,12 @@
 #pragma once
 #include <immintrin.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -20,17 +22,26 @@ struct Stage {
 
 class Team {
   public:
-    Team(int threads, int stages) : stages_(stages), seats_(threads - 1) {
-        for (int i = 0; i < threads - 1; i++) threads_.emplace_back([this, i] { serve(i); });
+    // Where the system starts fewer threads than asked for, the work is shared among those.
+    Team(int threads, int stages) : stages_(stages), seats_(threads - 1), threads_(new std::vector<std::thread>) {
+        threads_->reserve(threads - 1);
+        try {
+            for (int i = 0; i < threads - 1; i++) threads_->emplace_back([this, i] { serve(i); });
+        } catch (const std::system_error&) {
+        }
     }
 
     ~Team() {
+        if (forked()) {
+            threads_.release();  // a thread that is not in this process can be neither joined nor detached
+            return;
+        }
         quit_ = true;
         for (auto& seat : seats_) {
             seat.state.store(CALLED, std::memory_order_release);
             seat.state.notify_one();
         }
-        for (auto& thread : threads_) thread.join();
+        for (auto& thread : *threads_) thread.join();
     }
 
     int size() const { return (int)seats_.size() + 1; }
@@ -40,6 +51,10 @@ class Team {
         for (auto& stage : stages_) {
             stage.next.store(0, std::memory_order_relaxed);
             stage.done.store(0, std::memory_order_relaxed);
+        }
+        if (forked()) {
+            program(0);
+            return;
         }
         program_ = &program;
         for (auto& seat : seats_) {
@@ -70,6 +85,9 @@ class Team {
     }
 
   private:
+    // In a process that was forked from the one that made the team: its helpers stayed behind.
+    bool forked() const { return getpid() != owner_; }
+
     enum : int { IDLE, CALLED, RUNNING };
     struct alignas(64) Seat {
         std::atomic<int> state{IDLE};
@@ -100,7 +118,8 @@ class Team {
 
     std::vector<Stage> stages_;
     std::vector<Seat> seats_;
-    std::vector<std::thread> threads_;
+    std::unique_ptr<std::vector<std::thread>> threads_;
+    const pid_t owner_ = getpid();
     std::atomic<bool> quit_{false};
     const std::function<void(int)>* program_ = nullptr;
 };
