@@ -33,7 +33,6 @@ FILES = (
     "generation.js",
     "request.js",
     "icon.svg",
-    "vendor/msgpack.js",
 )
 
 # The page may talk to any server (`?url=`), and to nothing else; nobody may put it in a frame. Its own address can

@@ -1,7 +1,6 @@
 /** The types of wsbatch.js. Frames and their fields are described in docs/protocol.md. */
 
 export type RequestId = number | string;
-export type Subprotocol = "wsbatch.v1.msgpack" | "wsbatch.v1.json";
 export type FinishReason = "stop" | "length" | "cancelled" | "timeout" | "shutdown";
 
 export interface ChatMessage {
@@ -126,11 +125,17 @@ export class WsbatchError extends Error {
   readonly delayMs: number | null;
 }
 
+/** What is used of `@msgpack/msgpack`. */
+export interface Msgpack {
+  encode(value: unknown, options: { ignoreUndefined: boolean }): Uint8Array;
+  decode(data: Uint8Array): unknown;
+}
+
 export interface ConnectOptions {
   /** The server's auth token. */
   token?: string | null;
-  /** Default: msgpack where its library is there, else JSON. */
-  subprotocol?: Subprotocol;
+  /** The module `@msgpack/msgpack`, for binary frames; default: JSON. */
+  msgpack?: Msgpack;
   /** Where there is no global one (Node 20): the class of a library, such as `ws`. */
   WebSocket?: new (url: string, protocols?: string | string[]) => unknown;
   /** For everything up to the server's hello; default 10,000. */

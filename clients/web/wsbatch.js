@@ -19,40 +19,35 @@ const PROTOCOL_VERSION = 1;
 // Snapshots of the batch that a slow loop may leave unread; the oldest go first, for a picture wants the present.
 const MAX_UNREAD = 64;
 
-const json = {
+const JSON_FRAMES = {
   subprotocol: "wsbatch.v1.json",
   encode: (frame) => JSON.stringify(frame),
   decode: (data) => JSON.parse(data),
 };
 
-/** The codec of a subprotocol. msgpack where its library is there, unless JSON is asked for. */
-async function codecOf(subprotocol) {
-  if (subprotocol !== undefined && !["wsbatch.v1.msgpack", json.subprotocol].includes(subprotocol)) {
-    throw new TypeError(`subprotocol must be wsbatch.v1.msgpack or wsbatch.v1.json, got ${subprotocol}`);
+/** How frames are written: in JSON, or by the msgpack library that is given. */
+function codecOf(msgpack) {
+  if (msgpack === undefined) return JSON_FRAMES;
+  const { encode, decode } = msgpack;
+  if (typeof encode !== "function" || typeof decode !== "function") {
+    throw new TypeError("msgpack must have encode and decode: give the module @msgpack/msgpack");
   }
-  if (subprotocol === json.subprotocol) return json;
-  try {
-    const { encode, decode } = await import("./vendor/msgpack.js");
-    return {
-      subprotocol: "wsbatch.v1.msgpack",
-      encode: (frame) => encode(frame, { ignoreUndefined: true }),
-      decode: (data) => decode(new Uint8Array(data)),
-    };
-  } catch (cause) {
-    if (subprotocol === undefined) return json;
-    throw new TypeError("the msgpack library (vendor/msgpack.js) is not there", { cause });
-  }
+  return {
+    subprotocol: "wsbatch.v1.msgpack",
+    encode: (frame) => encode(frame, { ignoreUndefined: true }),
+    decode: (data) => decode(new Uint8Array(data)),
+  };
 }
 
 /** Connect, and wait for the server's hello. Rejects with a WsbatchError that says why there is no connection. */
 export async function connect(url, options = {}) {
-  const { token, subprotocol, timeoutMs = 10_000, keepaliveMs = 20_000, signal } = options;
+  const { token, msgpack, timeoutMs = 10_000, keepaliveMs = 20_000, signal } = options;
   const WebSocket = options.WebSocket ?? globalThis.WebSocket;
   if (WebSocket === undefined) {
     throw new TypeError("there is no WebSocket here: give one, as in connect(url, { WebSocket }) with that of `ws`");
   }
   signal?.throwIfAborted();
-  const codec = await codecOf(subprotocol);
+  const codec = codecOf(msgpack);
   const address = new URL(url);
   if (token !== undefined && token !== null) address.searchParams.set("token", token);
   const socket = new WebSocket(address.href, codec.subprotocol);

@@ -51,7 +51,7 @@ class LiveServer:
 
     def start(self, *more: str) -> None:
         model = "simulated:tau_ms=20"
-        command = [sys.executable, "-m", "wsbatch", "serve", "--model", model, "--port", str(self.port)]
+        command = [sys.executable, "-P", "-m", "wsbatch", "serve", "--model", model, "--port", str(self.port)]
         self.process = subprocess.Popen(
             [*command, "--log-level", "error", *self.flags, *more], stdout=subprocess.PIPE, text=True
         )

@@ -47,9 +47,9 @@ async def test_every_file_is_served_as_what_it_is() -> None:
     [
         "/../pyproject.toml",
         "/..%2fpyproject.toml",
-        "/vendor/../../../pyproject.toml",
-        "/vendor",
-        "/vendor/",
+        "/test/../../../pyproject.toml",
+        "/test",
+        "/test/",
         "/package.json",
         "/test/server.mjs",
         "/node_modules/ws/package.json",

@@ -72,7 +72,7 @@ class Link {
         heard = (request) => link.#answer(this, request);
       };
       this.connections += 1;
-      this.client = await connect("ws://fake", { WebSocket, subprotocol: "wsbatch.v1.json", keepaliveMs: 0 });
+      this.client = await connect("ws://fake", { WebSocket, keepaliveMs: 0 });
     }
     return this.client;
   }

@@ -1,5 +1,6 @@
 import assert from "node:assert/strict";
 import { after, before, test } from "node:test";
+import * as msgpack from "@msgpack/msgpack";
 import { WebSocket, WebSocketServer } from "ws";
 import { connect, whyRefused, WsbatchError } from "../wsbatch.js";
 import { collect, Server } from "./server.mjs";
@@ -17,8 +18,10 @@ async function withClient(act, options = {}) {
   }
 }
 
-for (const subprotocol of [undefined, "wsbatch.v1.msgpack", "wsbatch.v1.json"]) {
-  test(`a whole generation over ${subprotocol ?? "the default"}`, () =>
+const FRAMES = { JSON: {}, msgpack: { msgpack } };
+
+for (const [name, options] of Object.entries(FRAMES)) {
+  test(`a whole generation over ${name}`, () =>
     withClient(
       async (client) => {
         assert.equal(client.hello.model.startsWith("simulated"), true);
@@ -30,14 +33,29 @@ for (const subprotocol of [undefined, "wsbatch.v1.msgpack", "wsbatch.v1.json"]) 
         assert.ok(rest.every((event) => event.type === "tokens"));
         assert.equal(rest.flatMap((event) => event.token_ids).length, 6);
       },
-      { subprotocol },
+      options,
     ));
 }
 
+test("the subprotocol says which frames are spoken", async () => {
+  const offered = [];
+  class Silent extends EventTarget {
+    constructor(url, subprotocol) {
+      super();
+      offered.push(subprotocol);
+    }
+    close() {}
+  }
+  for (const options of Object.values(FRAMES)) {
+    await assert.rejects(connect(server.url, { WebSocket: Silent, timeoutMs: 1, ...options }), { code: "timeout" });
+  }
+  assert.deepEqual(offered, ["wsbatch.v1.json", "wsbatch.v1.msgpack"]);
+});
+
 test("both subprotocols and both ways of asking give the same text", async () => {
   const request = { messages: [{ role: "user", content: "é🙂" }], max_tokens: 20, seed: 5, temperature: 1, logprobs: 1 };
-  const ask = (subprotocol) => withClient((client) => client.complete(request), { subprotocol });
-  const [one, two] = [await ask("wsbatch.v1.msgpack"), await ask("wsbatch.v1.json")];
+  const ask = (options) => withClient((client) => client.complete(request), options);
+  const [one, two] = [await ask(FRAMES.JSON), await ask(FRAMES.msgpack)];
   assert.equal(one.text, two.text);
   assert.deepEqual(one.logprobs, two.logprobs);
   assert.equal(one.logprobs.length, 20);
@@ -86,8 +104,8 @@ const UNSENDABLE = [
   [{ prompt: itself }, /nested too deeply/],
 ];
 
-for (const subprotocol of ["wsbatch.v1.msgpack", "wsbatch.v1.json"]) {
-  test(`what has no form in a frame is refused here, by name, over ${subprotocol}`, () =>
+for (const [name, options] of Object.entries(FRAMES)) {
+  test(`what has no form in a frame is refused here, by name, over ${name}`, () =>
     withClient(
       async (client) => {
         for (const [fields, message] of UNSENDABLE) {
@@ -100,7 +118,7 @@ for (const subprotocol of ["wsbatch.v1.msgpack", "wsbatch.v1.json"]) {
         const odd = { prompt: "🙂", max_tokens: 2, temperature: -0, top_p: undefined, seed: null };
         assert.equal((await client.complete(odd)).tokenIds.length, 2);
       },
-      { subprotocol },
+      options,
     ));
 }
 
@@ -248,7 +266,7 @@ test("a killed server ends what is live with connection_lost", async () => {
 });
 
 test("bad arguments are told apart", async () => {
-  await assert.rejects(connect(server.url, { WebSocket, subprotocol: "soap" }), TypeError);
+  await assert.rejects(connect(server.url, { WebSocket, msgpack: "@msgpack/msgpack" }), TypeError);
   await assert.rejects(connect(server.url, { WebSocket, signal: AbortSignal.abort() }), { name: "AbortError" });
   if (globalThis.WebSocket === undefined) await assert.rejects(connect(server.url), /there is no WebSocket/);
 });
@@ -265,7 +283,7 @@ async function scripted(answer, act) {
   await new Promise((resolve) => fake.once("listening", resolve));
   const url = `ws://127.0.0.1:${fake.address().port}`;
   try {
-    await act((options) => connect(url, { WebSocket, subprotocol: "wsbatch.v1.json", ...options }));
+    await act((options) => connect(url, { WebSocket, ...options }));
   } finally {
     for (const socket of fake.clients) socket.terminate();
     fake.close();

@@ -12,7 +12,7 @@ export class Server {
 
   async up(flags) {
     this.flags = flags;
-    this.child = spawn(process.env.PYTHON ?? "python", ["-m", "wsbatch", "serve", "--log-level", "error", ...flags], {
+    this.child = spawn(process.env.PYTHON ?? "python", ["-P", "-m", "wsbatch", "serve", "--log-level", "error", ...flags], {
       stdio: ["ignore", "pipe", "inherit"],
     });
     for await (const line of createInterface(this.child.stdout)) {
