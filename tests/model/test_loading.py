@@ -169,7 +169,7 @@ def test_paths_that_are_no_model_are_named(tmp_path: Path, copy: Path) -> None:
     with pytest.raises(ValueError, match=r"'a/b/c' is no directory, no \.gguf file and no Hugging Face id"):
         load("a/b/c")
     (copy / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"model has no \*\.safetensors file"):
+    with pytest.raises(FileNotFoundError, match=r"model has neither model\.safetensors nor model\.safetensors\.index"):
         load(str(copy))
     (copy / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"model has no config\.json"):
@@ -184,10 +184,13 @@ def change_config(directory: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "t5", "is_encoder_decoder": True}, r"is an encoder-decoder \(t5\)"),
-        ({"model_type": "vit"}, "is a vit, which transformers has no causal LM for"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, r"config\.json is of an encoder-decoder \(t5\)"),
+        ({"model_type": "vit"}, "is of a vit, which transformers has no causal LM for"),
         ({"model_type": "nonsense"}, r"config\.json: .*nonsense"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "is a LlamaForSequenceClassification, not a causal LM"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            r"architectures is \['LlamaForSequenceClassification'\]: not a causal LM",
+        ),
     ],
 )
 def test_other_kinds_of_model_are_refused(changes: dict[str, Any], message: str, copy: Path) -> None:
@@ -200,7 +203,7 @@ def test_damaged_weights_are_refused(copy: Path) -> None:
     weights = copy / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(OSError, match=r"the weights in .*model cannot be read"):
+    with pytest.raises(OSError, match=r"model\.safetensors cannot be read"):
         load(str(copy), device="cpu")
     weights.write_bytes(whole)
     tensors = load_file(weights)
@@ -210,8 +213,138 @@ def test_damaged_weights_are_refused(copy: Path) -> None:
         load(str(copy), device="cpu")
     weights.write_bytes(whole)
     change_config(copy, hidden_size=48, num_attention_heads=6)
-    with pytest.raises(OSError, match=r"the weights in .*model cannot be read"):
+    expected = r"do not fit: lm_head\.weight is \[97, 32\], not \[97, 48\]"
+    with pytest.raises(OSError, match=expected):
         load(str(copy), device="cpu")
+
+
+def rewrite_tensors(directory: Path, **changes: torch.Tensor | None) -> None:
+    """Change tensors, whose names have __ for each dot; None takes one away."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path) | {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model__layers__2__mlp__up_proj__weight",  # a layer too many
+        "layers__2__mlp__up_proj__weight",
+        "model__layers__0__self_attn__q_proj__bias",
+        "model__layers__1__self_attn__q_norm__weight",
+        "lm_head__bias",
+    ],
+)
+def test_tensors_that_belong_to_the_computation_are_not_dropped(name: str, copy: Path) -> None:
+    rewrite_tensors(copy, **{name: torch.ones(32)})
+    with pytest.raises(OSError, match=rf"hold 1 tensors that a model .* does not have: {name.replace('__', '[.]')}$"):
+        load(str(copy), device="cpu")
+
+
+def test_layers_beyond_the_configs_are_refused(copy: Path) -> None:
+    change_config(copy, num_hidden_layers=1)
+    with pytest.raises(OSError, match=r"hold 9 tensors .*: model\.layers\.1\.input_layernorm\.weight, .* and 4 more$"):
+        load(str(copy), device="cpu")
+
+
+def test_other_unused_tensors_are_told_of(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rewrite_tensors(copy, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))
+    load(str(copy), device="cpu")
+    assert not caplog.messages
+    rewrite_tensors(copy, score__weight=torch.ones(2, 32))
+    load(str(copy), device="cpu")
+    assert [message.partition("holds ")[2] for message in caplog.messages] == [
+        "1 tensors that the model does not use: score.weight"
+    ]
+
+
+def sharded(directory: Path, index: object) -> None:
+    """Make the weights a first shard of two, the second one empty, and write an index."""
+    (directory / "model.safetensors").rename(directory / "one.safetensors")
+    save_file({}, directory / "two.safetensors", {"format": "pt"})
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_only_files_that_hold_the_weights_are_read(copy: Path, tiny_directory: Directory) -> None:
+    (copy / "empty.safetensors").touch()
+    (copy / "garbage.safetensors").write_bytes(b"garbage" * 100)
+    assert load(str(copy), device="cpu").info.revision == revision(tiny_directory("llama"))
+    places = dict.fromkeys(load_file(copy / "model.safetensors"), "one.safetensors")
+    sharded(copy, {"metadata": {}, "weight_map": places})
+    assert load(str(copy), device="cpu").info.revision == revision(tiny_directory("llama"))
+    (copy / "one.safetensors").write_bytes(b"garbage" * 100)
+    with pytest.raises(OSError, match=r"one\.safetensors cannot be read"):
+        load(str(copy), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (None, r"index\.json must hold a JSON object, not NoneType"),
+        ([], r"index\.json must hold a JSON object, not list"),
+        ({"metadata": {}}, r"index\.json: weight_map must be an object"),
+        ({"metadata": {}, "weight_map": {"a": 5}}, r"index\.json: weight_map must be an object"),
+        ({"metadata": {}, "weight_map": {}}, r"index\.json: weight_map is empty"),
+        ({"weight_map": {"a": "one.safetensors"}}, r"index\.json: metadata must be an object"),
+        (
+            {"metadata": {}, "weight_map": {"a": "one.safetensors", "b": "three.safetensors"}},
+            r"lacks files that model\.safetensors\.index\.json names: three\.safetensors$",
+        ),
+    ],
+)
+def test_an_index_that_is_none_is_named(index: object, message: str, copy: Path) -> None:
+    sharded(copy, index)
+    with pytest.raises((OSError, ValueError), match=message):
+        load(str(copy), device="cpu")
+
+
+METHODS = ["awq", "gptq", "bitsandbytes", "compressed-tensors", "hqq", "unheard-of"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_quantised_checkpoints_are_refused(method: str, copy: Path) -> None:
+    change_config(copy, quantization_config={"quant_method": method, "bits": 4, "load_in_4bit": True})
+    with pytest.raises(
+        ValueError, match=rf"config\.json: the weights are quantised \({method}\), which is not support"
+    ):
+        load(str(copy), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 0},
+        {"num_attention_heads": -4},
+        {"num_key_value_heads": 0},
+        {"hidden_size": "x"},
+        {"head_dim": 7},
+        {"vocab_size": 10**12},
+        {"hidden_act": "nonsense"},
+        {"rope_parameters": {"rope_type": "nonsense", "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+        {"max_position_embeddings": 0},
+        {"architectures": 5},
+        {"text_config": 5},
+        {"quantization_config": [1]},
+        {"transformers_weights": 5},
+        {"eos_token_id": "x"},
+    ],
+)
+def test_an_impossible_config_is_one_line_that_names_it(changes: dict[str, Any], copy: Path) -> None:
+    change_config(copy, **changes)
+    with pytest.raises(ValueError, match=r"model/config\.json") as refused:
+        load(str(copy), device="cpu")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize("content", ["null", "[]", '{"model": {"type": "BP', "\xff"])
+def test_a_damaged_json_file_is_named(name: str, content: str, copy: Path) -> None:
+    (copy / "tokenizer.json").write_text("{}")
+    (copy / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"model/{name} (is not JSON|must hold a JSON object)") as refused:
+        load(str(copy), device="cpu")
+    assert "\n" not in str(refused.value)
 
 
 def test_a_revision_follows_the_weights_and_not_the_copy(copy: Path, tiny_directory: Directory) -> None:

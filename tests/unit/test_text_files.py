@@ -42,12 +42,32 @@ def test_a_directory_without_a_fast_tokenizer(tmp_path: Path) -> None:
         ({"tokenizer__json": "{"}, r"tokenizer\.json is not JSON"),
         ({"tokenizer__json": {"model": {}}}, r"tokenizer\.json cannot be read"),
         ({"tokenizer_config__json": [1]}, r"tokenizer_config\.json must hold a JSON object, not list"),
+        ({"tokenizer_config__json": "[" * 100_000}, r"tokenizer_config\.json is not JSON"),
+        ({"tokenizer_config__json": {"added_tokens_decoder": [1]}}, r"_config\.json: added_tokens_decoder must be"),
+        (
+            {"tokenizer_config__json": {"added_tokens_decoder": {"0": 1}}},
+            r"_config\.json: added_tokens_decoder must be",
+        ),
+        ({"tokenizer_config__json": {"extra_special_tokens": 5}}, r"_config\.json: extra_special_tokens must be"),
+        ({"tokenizer_config__json": {"additional_special_tokens": "hi"}}, "additional_special_tokens must be"),
+        ({"tokenizer_config__json": {"chat_template": [{"name": "x"}]}}, "chat_template lists what has no name and"),
+        ({"tokenizer_config__json": {"chat_template": 5}}, "chat_template must be a text, not 5"),
+        ({"generation_config__json": {"eos_token_id": "x"}}, r"n_config\.json: eos_token_id must be an id or a list"),
         ({"chat_template__jinja": "a\n{% if %}"}, "the chat template cannot be read, line 2"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path: Path, files: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refused:
         HuggingFaceText(save(tmp_path, **files))
+    assert str(tmp_path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_template_that_is_no_text_is_named(tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is not UTF-8"):
+        HuggingFaceText(tmp_path)
 
 
 @pytest.mark.parametrize(

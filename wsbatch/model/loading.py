@@ -1,9 +1,6 @@
 """From what the user names to a model in memory: Hugging Face id, local directory, `.gguf` file, or `demo`."""
 
 import contextlib
-import hashlib
-import json
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +10,12 @@ import huggingface_hub
 import torch
 import transformers
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from safetensors import SafetensorError
 
 from wsbatch.model.conversion import Progress, from_gguf
 from wsbatch.model.demo import fetch_demo
+from wsbatch.model.weights import check_quantisation, one_line, read_weights, revision, weight_files
 from wsbatch.steps import ModelInfo
+from wsbatch.text.tokenizer_files import TokenizerFiles, read_json, token_ids
 
 # transformers' own annotations cover only a part of what is called here.
 _hf: Any = transformers
@@ -27,8 +25,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # What a repository holds of use here: no other frameworks' weights, no subfolders.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-
-_SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +78,10 @@ def load(
 
     directory = _locate(model, progress)
     with _quiet():
-        config = _read_config(model, directory)
-        longest = _max_model_len(model, config, max_model_len)
-        module = _read_weights(model, directory, DTYPES[kind]).to(where)
+        config = _read_config(directory)
+        longest = _max_model_len(config, max_model_len, directory)
+        named_ends = _named_ends(directory)
+        module = read_weights(directory, DTYPES[kind]).to(where)
     info = ModelInfo(
         name=model,
         revision=revision(directory),
@@ -92,7 +89,7 @@ def load(
         device=where,
         max_model_len=longest,
         vocab_size=config.get_text_config(decoder=True).vocab_size,
-        eos_token_ids=_eos_token_ids(module, directory),
+        eos_token_ids=named_ends | _stated_ends(module, directory),
     )
     return LoadedModel(model=module, directory=directory, info=info)
 
@@ -123,7 +120,7 @@ def _locate(model: str, progress: Progress | None) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve()
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise FileNotFoundError(f"model {model!r}: there is no such file")
         return from_gguf(path, progress)
@@ -156,95 +153,60 @@ def _quiet() -> Iterator[None]:
             _hf_logging.enable_progress_bar()
 
 
-def _read_config(model: str, directory: Path) -> Any:
+def _read_config(directory: Path) -> Any:
     """The model's configuration, refused unless it is that of a causal language model."""
-    if not (directory / "config.json").is_file():
-        raise FileNotFoundError(f"model {model!r}: {directory} has no config.json")
-    if not any(directory.glob("*.safetensors")):
-        raise FileNotFoundError(f"model {model!r}: {directory} has no *.safetensors file")
+    path = directory / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{directory} has no config.json")
+    weight_files(directory)
+    read_json(path)  # names the file where it is none
     try:
         config = _hf.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"model {model!r}: {directory / 'config.json'}: {error}") from error
+        decoder = config.get_text_config(decoder=True)
+    except Exception as error:
+        raise ValueError(f"{path}: {one_line(error)}") from error
+    if not isinstance(decoder, transformers.PretrainedConfig):
+        raise ValueError(f"{path}: the decoder's configuration must be an object, not {decoder!r:.80}")
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"model {model!r} is an encoder-decoder ({config.model_type}); only decoders are served")
+        raise ValueError(f"{path} is of an encoder-decoder ({config.model_type}); only decoders are served")
     if type(config) not in _hf.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"model {model!r} is a {config.model_type}, which transformers has no causal LM for")
+        raise ValueError(f"{path} is of a {config.model_type}, which transformers has no causal LM for")
     expected, found = _hf.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__, config.architectures or []
-    if found and expected not in found:
-        raise ValueError(f"model {model!r} is a {found[0]}, not a causal LM ({expected})")
+    if not isinstance(found, list) or (found and expected not in found):
+        raise ValueError(f"{path}: architectures is {found}: not a causal LM ({expected})")
+    check_quantisation(config, path)
     return config
 
 
-def _max_model_len(model: str, config: Any, asked: int | None) -> int:
+def _max_model_len(config: Any, asked: int | None, directory: Path) -> int:
     """What was asked for, or all that the model has positions for."""
     decoder = config.get_text_config(decoder=True)
     name = decoder.attribute_map.get("max_position_embeddings", "max_position_embeddings")  # GPT-2: n_positions
     bound = getattr(decoder, name, None)
     if bound is None:
         if asked is None:
-            raise ValueError(f"max_model_len must be given: the config of model {model!r} names no longest input")
+            raise ValueError("max_model_len must be given: the model's config names no longest input")
         bound = asked
+    elif not isinstance(bound, int) or bound < 2:
+        raise ValueError(f"{directory / 'config.json'}: {name} must be 2 at least, not {bound!r}")
     if asked is None:
-        return int(bound)
+        return bound
     if asked < 2:
         raise ValueError(f"max_model_len={asked} is below 2: one token of prompt and one of output")
     if asked > bound:
-        raise ValueError(f"max_model_len={asked} exceeds {name}={bound} of model {model!r}")
+        raise ValueError(f"max_model_len={asked} exceeds {name}={bound} of the model")
     return asked
 
 
-def _read_weights(model: str, directory: Path, dtype: torch.dtype) -> Any:
-    """The module with its weights. transformers fills tensors that a file lacks with noise: refused here."""
-    try:
-        module, report = _hf.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-        )
-    except (SafetensorError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise OSError(f"model {model!r}: the weights in {directory} cannot be read: {reason}") from error
-    if missing := sorted(report["missing_keys"]):
-        raise OSError(
-            f"model {model!r}: the weights in {directory} lack {len(missing)} tensors, the first {missing[0]}"
-        )
-    return module.eval().requires_grad_(False)
+def _named_ends(directory: Path) -> frozenset[int]:
+    """The ids of the token that the tokenizer's files call the end of the sequence."""
+    if not (directory / "tokenizer.json").is_file():
+        return frozenset()
+    files = TokenizerFiles.read(directory)
+    return files.added_ids(files.names.get("eos_token"))
 
 
-def _eos_token_ids(module: Any, directory: Path) -> frozenset[int]:
-    """Every id that the generation config, the config or the tokenizer calls the end of the sequence."""
-    ids: set[int] = set()
-    for value in (module.generation_config.eos_token_id, module.config.get_text_config(decoder=True).eos_token_id):
-        if value is not None:
-            ids.update([value] if isinstance(value, int) else value)
-    described, vocabulary = directory / "tokenizer_config.json", directory / "tokenizer.json"
-    if described.is_file() and vocabulary.is_file():
-        token = json.loads(described.read_text(encoding="utf-8")).get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        added = json.loads(vocabulary.read_text(encoding="utf-8")).get("added_tokens", [])
-        ids.update(entry["id"] for entry in added if entry["content"] == token)
-    return frozenset(ids)
-
-
-def revision(directory: Path) -> str:
-    """A cheap identity of the weights, the same on every machine: 16 hex digits of a sha256.
-
-    Covers config.json (without the names and versions that a copy may change) and, of every safetensors file, its
-    header (names, shapes, dtypes), its size, and the first 4 KiB of each tensor's data. Two models that differ only
-    beyond those bytes of every tensor would pass for equal; no training or quantisation leaves them alone.
-    """
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    for name in ("transformers_version", "_name_or_path", "_model_name_or_path"):
-        config.pop(name, None)
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for path in sorted(directory.glob("*.safetensors")):
-        with path.open("rb") as stream:
-            # Format: https://huggingface.co/docs/safetensors, a little-endian u64, that much JSON, the tensors' data.
-            (header_bytes,) = struct.unpack("<Q", stream.read(8))
-            header = stream.read(header_bytes)
-            digest.update(header + path.stat().st_size.to_bytes(8, "little"))
-            for name, entry in sorted(json.loads(header).items()):
-                if name != "__metadata__":
-                    begin, end = entry["data_offsets"]
-                    stream.seek(8 + header_bytes + begin)
-                    digest.update(stream.read(min(end - begin, _SAMPLE_BYTES)))
-    return digest.hexdigest()[:16]
+def _stated_ends(module: Any, directory: Path) -> frozenset[int]:
+    """Every id that the generation config or the config calls the end of the sequence."""
+    decoder = module.config.get_text_config(decoder=True)
+    return token_ids(module.generation_config.eos_token_id, directory) | token_ids(decoder.eos_token_id, directory)

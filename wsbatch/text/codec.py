@@ -107,7 +107,10 @@ class HuggingFaceText(TextCodec):
 
         files = TokenizerFiles.read(Path(directory))
         self._tokenizer = Tokenizer(files)
-        self._template = ChatTemplate(files.template, files.names) if files.template is not None else None
+        try:
+            self._template = ChatTemplate(files.template, files.names) if files.template is not None else None
+        except ValueError as error:
+            raise ValueError(f"{directory}: {error}") from error
         self.max_token_bytes = self._tokenizer.max_token_bytes
         self.eos_token_ids = self._tokenizer.eos_token_ids
 

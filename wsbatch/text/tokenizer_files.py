@@ -41,23 +41,32 @@ class TokenizerFiles:
                 f"{path} is missing: the text of a model needs its fast tokenizer; a model that ships only a "
                 "slow one (tokenizer.model, vocab.txt) has to be saved once with transformers' AutoTokenizer"
             )
-        config = _read_json(directory / "special_tokens_map.json") | _read_json(directory / "tokenizer_config.json")
+        config = read_json(directory / "special_tokens_map.json") | read_json(directory / "tokenizer_config.json")
         return cls(
             path=path,
-            pipeline=_read_json(path),
+            pipeline=read_json(path),
             names={name: literal for name in config if name.endswith("_token") and (literal := _literal(config[name]))},
-            special=frozenset(_special(config)),
+            special=frozenset(_special(config, directory / "tokenizer_config.json")),
             eos_token_ids=_eos_token_ids(directory),
-            template=_template(directory, config),
+            template=_template(config, directory),
+        )
+
+    def added_ids(self, literal: str | None) -> frozenset[int]:
+        """The ids of the added tokens of this text."""
+        tokens = self.pipeline.get("added_tokens")
+        entries = [entry for entry in tokens if isinstance(entry, dict)] if isinstance(tokens, list) else []
+        return frozenset(
+            entry["id"] for entry in entries if entry.get("content") == literal and isinstance(entry.get("id"), int)
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one where there is no file. Raises ValueError, which names the file."""
     if not path.is_file():
         return {}
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
@@ -71,7 +80,7 @@ def _literal(token: object) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _special(config: dict[str, Any]) -> Iterator[str]:
+def _special(config: dict[str, Any], path: Path) -> Iterator[str]:
     for name, value in config.items():
         if name == "pad_token":  # may be any word that is at hand; if it is a special token, another place says so
             continue
@@ -79,7 +88,11 @@ def _special(config: dict[str, Any]) -> Iterator[str]:
             tokens = [value]
         elif name in ("additional_special_tokens", "extra_special_tokens"):
             tokens = list(value.values()) if isinstance(value, dict) else value or []
+            if not isinstance(tokens, list):
+                raise ValueError(f"{path}: {name} must be a list or an object of tokens, not {value!r:.80}")
         elif name == "added_tokens_decoder":
+            if not isinstance(value, dict) or not all(isinstance(token, dict) for token in value.values()):
+                raise ValueError(f"{path}: {name} must be an object of objects, not {value!r:.80}")
             tokens = [token for token in value.values() if token.get("special")]
         else:
             continue
@@ -88,17 +101,33 @@ def _special(config: dict[str, Any]) -> Iterator[str]:
 
 def _eos_token_ids(directory: Path) -> frozenset[int]:
     for name in ("generation_config.json", "config.json"):
-        ids = _read_json(directory / name).get("eos_token_id")
+        ids = read_json(directory / name).get("eos_token_id")
         if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
+            return token_ids(ids, directory / name)
     return frozenset()
 
 
-def _template(directory: Path, config: dict[str, Any]) -> str | None:
+def token_ids(value: object, path: Path) -> frozenset[int]:
+    """`eos_token_id` of a config: one id, several, or none. Raises ValueError, which names the file or directory."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(each, int) for each in ids):
+        raise ValueError(f"{path}: eos_token_id must be an id or a list of ids, not {value!r:.80}")
+    return frozenset(ids)
+
+
+def _template(config: dict[str, Any], directory: Path) -> str | None:
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8: {error}") from error
     source = config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    return source if isinstance(source, str) else None
+    try:
+        if isinstance(source, list):  # several, by name
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{directory}: chat_template lists what has no name and template") from error
+    if source is not None and not isinstance(source, str):
+        raise ValueError(f"{directory}: chat_template must be a text, not {source!r:.80}")
+    return source
