@@ -102,12 +102,18 @@ class Intake:
     def _check_ids(self, prompt_ids: list[int], request: GenerateRequest) -> None:
         if not prompt_ids:
             raise BadRequest("the prompt is empty: at least one token is needed")
+        size = self._info.vocab_size
         for field, ids in (("token_ids", request.token_ids or ()), ("resume_token_ids", request.resume_token_ids)):
             worst = max(ids, default=0)
-            if worst >= self._info.vocab_size:
-                raise BadRequest(
-                    f"{field} holds {worst}: ids must be below the vocabulary size {self._info.vocab_size}"
-                )
+            if worst >= size:
+                raise BadRequest(f"{field} holds {worst}: ids must be below the vocabulary size {size}")
+        # A tokenizer may have more tokens than its model: the text half of a model that sees, say, has none for images.
+        worst = max(prompt_ids)
+        if worst >= size:
+            field = "prompt" if request.prompt is not None else "messages"
+            raise BadRequest(
+                f"{field} holds the token {worst}, which the model does not have: its vocabulary is {size}"
+            )
 
     def _check_latency(self, tokens: int) -> None:
         """Refuse what would break a latency goal, as far as the steps so far tell. Raises QueueFull."""

@@ -22,6 +22,7 @@ from wsbatch.messages import Accepted, ChatMessage, Failed, Finished, GenerateRe
 from wsbatch.steps import PaddedStart, StepPlan, StepResult
 from wsbatch.stream import Stream
 from wsbatch.testing.worker import open_virtual_engine
+from wsbatch.text import ByteText
 
 
 def request(tokens: int = 4, prompt: str = "abcd", **fields: object) -> GenerateRequest:
@@ -216,6 +217,21 @@ async def test_what_can_never_run_is_refused_at_once(
         assert isinstance(end, Finished)
         assert len(worker.keys_seen) == 1
         assert engine.refusal() is None
+
+
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+async def test_a_token_that_the_model_lacks_is_that_requests_error(
+    field: str, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ByteText, "encode", lambda self, text, **_: [65, 257])
+    monkeypatch.setattr(ByteText, "encode_messages", lambda self, messages, **_: [65, 257])
+    text = {"prompt": {"prompt": "a"}, "messages": {"messages": (ChatMessage("user", "a"),)}}[field]
+    async with open_virtual_engine(config()) as (engine, worker):
+        neighbour = await engine.submit(GenerateRequest(token_ids=(65, 256), sampling=SamplingParams(max_tokens=4)))
+        with pytest.raises(BadRequest, match=rf"^{field} holds the token 257, .*: its vocabulary is 257$"):
+            await engine.submit(GenerateRequest(**text))  # type: ignore[arg-type]
+        assert isinstance(await ending(neighbour), Finished)
+        assert len(worker.keys_seen) == 1
 
 
 async def test_queue_timeout_fires_on_time_while_a_step_runs(autojump_clock: MockClock) -> None:
