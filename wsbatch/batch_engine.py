@@ -7,6 +7,7 @@ from math import inf
 
 import trio
 
+from wsbatch.batching.admission import Admission
 from wsbatch.batching.picture import Picture, Watcher
 from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Idle, Scheduler, Step, StepOutcome, WaitUntil
@@ -39,12 +40,11 @@ class BatchEngine:
 
     Args:
         config: bounds and timeouts; the scheduler and the worker are made from it by `open_engine`.
-        info: the model's facts.
+        info: the model's facts; `max_model_len` is what the scheduler's cache can hold, too.
         scheduler: decides when and who.
         worker: runs the steps.
         codec: turns ids into text.
         tokenise: turns a request into prompt ids, off the event loop where it takes long. Raises RequestError.
-        max_request_tokens: prompt plus output that the model and its cache can hold.
     """
 
     def __init__(
@@ -56,24 +56,13 @@ class BatchEngine:
         worker: Worker,
         codec: TextCodec,
         tokenise: Tokenise,
-        max_request_tokens: int,
     ) -> None:
         self.info = info
         self.metrics = EngineMetrics()
         self._config = config
         self._scheduler = scheduler
         self._worker = worker
-        self._intake = Intake(
-            config,
-            info=info,
-            tokenise=tokenise,
-            max_request_tokens=max_request_tokens,
-            closed=self._closed,
-            sheddable=lambda priority: self._requests.less_urgent(priority) is not None,
-            shed=lambda priority: self._requests.shed(priority),
-            running=lambda: self._scheduler.running,
-            costs=self._scheduler.ledger.costs,
-        )
+        self._admission = Admission(max_requests=config.max_queue_requests, max_tokens=config.max_queue_tokens)
         self._picture = Picture(
             config.scheduler,
             config.max_batch_size,
@@ -88,10 +77,19 @@ class BatchEngine:
             info=info,
             codec=codec,
             scheduler=scheduler,
-            admission=self._intake.admission,
+            admission=self._admission,
             metrics=self.metrics,
             hand_over=self._arrivals.send_nowait,
             changed=self._picture.changed,
+        )
+        self._intake = Intake(
+            config,
+            info=info,
+            tokenise=tokenise,
+            admission=self._admission,
+            requests=self._requests,
+            scheduler=scheduler,
+            closed=self._closed,
         )
         self._draining = False
         self._step_began_s: float | None = None  # of the step in flight
@@ -101,7 +99,7 @@ class BatchEngine:
         self.metrics.watch(lambda: self._scheduler.running, lambda: len(self._requests.waiting), self._scheduler.cache)
 
     def __repr__(self) -> str:
-        return f"<BatchEngine {self.state}: {self._scheduler!r}, {self._intake.admission!r}>"
+        return f"<BatchEngine {self.state}: {self._scheduler!r}, {self._admission!r}>"
 
     @property
     def state(self) -> EngineState:
@@ -144,11 +142,23 @@ class BatchEngine:
         arrived_s = trio.current_time()
         await trio.lowlevel.checkpoint()  # even where the tokeniser does not wait: a burst must not starve the loop
         try:
-            prompt_ids = await self._intake.admit(request)
+            request = self._intake.check(request)
+            with self._intake.reserve(request) as place:
+                prompt_ids = await self._intake.tokenise(request)
+                request = self._intake.fit(request, len(prompt_ids))
+                victims = self._intake.make_way(request, len(prompt_ids) + len(request.resume_token_ids), place)
+                return self._requests.enqueue(
+                    request,
+                    prompt_ids,
+                    place=place,
+                    victims=victims,
+                    arrived_s=arrived_s,
+                    client=client,
+                    on_event=on_event,
+                )
         except RequestError as error:
             self.metrics.refused.labels(error.code).inc()
             raise
-        return self._requests.enqueue(request, prompt_ids, arrived_s=arrived_s, client=client, on_event=on_event)
 
     def watch(self, on_change: Callable[[], None]) -> Watcher:
         """See `Engine.watch`."""
@@ -225,7 +235,7 @@ class BatchEngine:
         for key in step.started:
             self._requests.start(key)
         if step.started:
-            self._intake.admission.started(len(step.started), now_s)
+            self._admission.started(len(step.started), now_s)
         lanes = self._scheduler.lanes() if self._picture.watched else ()
         self._step_began_s = now_s
         try:
@@ -252,7 +262,11 @@ class BatchEngine:
         now_s = trio.current_time()
         for token in outcome.tokens:
             generation = self._requests.live[token.key]
-            reason = generation.advance(token.token_id, token.logprobs, now_s)
+            try:
+                reason = generation.advance(token.token_id, token.logprobs, now_s)
+            except RequestError as error:
+                self._requests.fail([token.key], error)
+                continue
             if reason is not None:
                 # A whole answer (`stream: false`) is told when its slot is free: in a padded batch, at the batch's end.
                 self._requests.finish(generation, reason, at_release=not generation.request.stream)

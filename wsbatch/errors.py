@@ -118,6 +118,12 @@ class QueueTimeout(RequestError):
     code, status, close_code = "queue_timeout", 504, 1008
 
 
+def foreign(error: BaseException) -> str:
+    """An exception of code that is not ours, for an error message: its type and the beginning of what it says."""
+    text = str(error).encode("utf-8", "replace").decode()
+    return f"{type(error).__name__}: {text:.300}" if text else type(error).__name__
+
+
 BY_CODE: dict[str, type[RequestError]] = {
     cls.code: cls
     for cls in (

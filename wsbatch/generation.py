@@ -1,13 +1,17 @@
 """One admitted request inside the engine: its tokens become text, stop conditions are checked, its times are kept."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import TypeVar
 
 from wsbatch.batching.accounting import RowReport
+from wsbatch.errors import ModelError, foreign
 from wsbatch.messages import BatchReport, Finished, FinishReason, GenerateRequest, Timing, TokenLogprobs, Usage
 from wsbatch.stream import Stream
 from wsbatch.text import StopText, TextCodec
 
 _NO_COMPANY = RowReport(max_size=0, mean_size=0.0, issued_tokens=0, useful_tokens=0, cached_tokens=0)
+
+_T = TypeVar("_T")
 
 
 class Generation:
@@ -48,16 +52,16 @@ class Generation:
         self._text: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
         # An answer in a chat begins a text of its own; any other output goes on with the prompt's.
-        self._detokenizer = codec.detokenizer(prompt_ids if self.request.messages is None else ())
+        self._detokenizer = _contained(codec.detokenizer, prompt_ids if self.request.messages is None else ())
         self._stops = StopText(self.request.sampling.stop)
         stopped = False
         for token_id in self.request.resume_token_ids:
             # Sent elsewhere already, all but the tail that was held back there: the same ids hold it back here too.
-            _, stopped = self._stops.push(self._detokenizer.push(token_id))
+            _, stopped = self._stops.push(_contained(self._detokenizer.push, token_id))
         # Where all was generated elsewhere and only the word of its end was lost.
         self.ended_elsewhere: FinishReason | None = "stop" if stopped else None if self.tokens_left else "length"
         if stopped:
-            self._detokenizer.flush()
+            _contained(self._detokenizer.flush)
 
     def __repr__(self) -> str:
         return f"<Generation {self.key}: {len(self._token_ids)} tokens, {self.reason or 'live'}>"
@@ -70,16 +74,19 @@ class Generation:
     @property
     def tokens_left(self) -> int:
         """How many it may still generate."""
-        return 0 if self.reason is not None else self.request.sampling.max_tokens - len(self._token_ids)
+        return 0 if self.reason is not None else self.request.sampling.most_tokens - len(self._token_ids)
 
     def advance(self, token_id: int, logprobs: TokenLogprobs | None, now_s: float) -> FinishReason | None:
-        """Take the next token; returns why the request is over with it, if it is. An ending id is not output."""
+        """Take the next token; returns why the request is over with it, if it is. An ending id is not output.
+
+        Raises ModelError where the codec cannot turn it into text.
+        """
         if self._first_token_s is None:
             self._first_token_s = now_s
         if token_id in self._end_ids:
             return "stop"
         self._token_ids.append(token_id)
-        text, stopped = self._stops.push(self._detokenizer.push(token_id))
+        text, stopped = self._stops.push(_contained(self._detokenizer.push, token_id))
         kept = [logprobs] if logprobs is not None else []
         if self.request.stream:
             self.stream.push([token_id], text, kept)
@@ -87,14 +94,17 @@ class Generation:
             self._text.append(text)
             self._logprobs += kept
         if stopped:
-            self._detokenizer.flush()
+            _contained(self._detokenizer.flush)
             return "stop"
         return None if self.tokens_left else "length"
 
     def finished(self, report: RowReport | None, *, hol_delay_s: float, now_s: float) -> Finished:
-        """The terminal event. `report` None means that it never ran. Call once, when `reason` is set."""
+        """The terminal event. `report` None means that it never ran. Call once, when `reason` is set.
+
+        Raises ModelError where the codec cannot turn what was held back into text.
+        """
         assert self.reason is not None
-        tail, stopped = self._stops.push(self._detokenizer.flush())
+        tail, stopped = self._stops.push(_contained(self._detokenizer.flush))
         if not stopped:
             tail += self._stops.flush()
         elif self.reason == "length":  # what came free last completes a stop string
@@ -125,6 +135,16 @@ class Generation:
             tuple(self._token_ids) if whole else None,
             tuple(self._logprobs) if whole and self.request.sampling.logprobs is not None else None,
         )
+
+
+def _contained(function: Callable[..., _T], *arguments: object) -> _T:
+    """What a codec's function returns. Raises ModelError, whatever it raises: it is this request's error alone."""
+    try:
+        return function(*arguments)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic in Rust code is no Exception
+        raise ModelError(f"the model's tokenizer cannot decode the output: {foreign(error)}") from error
 
 
 def _ms(seconds: float) -> float:

@@ -15,13 +15,16 @@ TokenLogprobs: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
 DEFAULT_PRIORITY = 5
 """Of the classes 0 (most urgent) to 9, the one of a request that names none."""
 
+DEFAULT_MAX_TOKENS = 256
+"""Of a request that names no `max_tokens`; less where the context has less room left."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when they stop.
 
     Attributes:
-        max_tokens: tokens generated at most; at least 1.
+        max_tokens: tokens generated at most; at least 1. None: DEFAULT_MAX_TOKENS, or what is left of the context.
         temperature: 0 is greedy (the default); otherwise logits are divided by it.
         top_p: smallest set of tokens whose probability reaches it; 1 keeps all.
         top_k: keep the k most likely tokens; 0 keeps all.
@@ -32,7 +35,7 @@ class SamplingParams:
         logprobs: None for none; k for each token's own log probability and the k most likely.
     """
 
-    max_tokens: int = 256
+    max_tokens: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -41,6 +44,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+
+    @property
+    def most_tokens(self) -> int:
+        """The bound on the output, as far as it is known without the prompt."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
 
 @dataclass(frozen=True, slots=True)

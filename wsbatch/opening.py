@@ -56,6 +56,7 @@ async def open_engine(
             info: ModelInfo = await nursery.start(worker.run, build)
             codec = codecs[0]
             fitted = for_device(config, info)
+            info = as_served(info, fitted)
             engine = BatchEngine(
                 fitted,
                 info=info,
@@ -63,7 +64,6 @@ async def open_engine(
                 worker=worker,
                 codec=codec,
                 tokenise=Tokenising(codec, info.max_model_len),
-                max_request_tokens=max_request_tokens(fitted, info),
             )
             nursery.start_soon(engine.run)
             nursery.start_soon(_watch_loop, engine.metrics)
@@ -122,11 +122,11 @@ def make_scheduler(config: EngineConfig, *, now_s: float) -> Scheduler:
     )
 
 
-def max_request_tokens(config: EngineConfig, info: ModelInfo) -> int:
-    """Prompt plus output of one request at most: what the model was made for, and what the KV pool holds."""
-    if config.scheduler == "continuous":
-        return min(info.max_model_len, _total_blocks(config) * config.block_tokens)
-    return info.max_model_len
+def as_served(info: ModelInfo, config: EngineConfig) -> ModelInfo:
+    """The model's facts with the `max_model_len` that this configuration serves: no more than the KV pool holds."""
+    if config.scheduler != "continuous":
+        return info
+    return replace(info, max_model_len=min(info.max_model_len, _total_blocks(config) * config.block_tokens))
 
 
 def _total_blocks(config: EngineConfig) -> int:

@@ -8,7 +8,7 @@ from math import inf
 import trio
 
 from wsbatch.batching.accounting import RowReport
-from wsbatch.batching.admission import Admission
+from wsbatch.batching.admission import Admission, Place
 from wsbatch.batching.fairness import FairShare
 from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Scheduler
@@ -61,6 +61,7 @@ class Requests:
         self._hand_over = hand_over
         self._changed = changed
         self._fairness = FairShare()
+        self._places: dict[int, Place] = {}  # of the waiting ones
         self._last_key = 0
         # A clock that runs only while the policy holds requests although the model is free; and its reading when each
         # waiting request came.
@@ -107,18 +108,23 @@ class Requests:
         request: GenerateRequest,
         prompt_ids: list[int],
         *,
+        place: Place,
+        victims: Iterable[Work],
         arrived_s: float,
         client: Hashable,
         on_event: Callable[[Stream], None] | None,
     ) -> Stream:
-        """Make a live request of one that holds a place in the queue. Nothing here can fail or wait."""
+        """Make a live request of one that holds a place in the queue, for which `victims` are dropped from it.
+
+        Raises what a codec raises over `resume_token_ids`; then nothing has happened yet. From there on nothing here
+        can fail, and the place is the live request's.
+        """
         sampling = request.sampling
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(_SEED_BITS)
-        self._last_key += 1
-        key = self._last_key
+        key = self._last_key + 1
         stream = Stream(request, on_cancel=lambda _: self.finish(self.live[key], "cancelled"), on_event=on_event)
         ends = frozenset(sampling.stop_token_ids)
-        self.live[key] = Generation(
+        generation = Generation(
             key,
             stream,
             client=client,
@@ -130,12 +136,18 @@ class Requests:
         work = Work(
             key=key,
             token_ids=(*prompt_ids, *request.resume_token_ids),
-            max_new_tokens=sampling.max_tokens - len(request.resume_token_ids),
+            max_new_tokens=sampling.most_tokens - len(request.resume_token_ids),
             sampling=RowSampling(sampling.temperature, sampling.top_p, sampling.top_k, seed, sampling.logprobs),
             priority=request.priority,
             arrived_s=arrived_s,
             turn_s=self._fairness.turn_s(client, arrived_s, self._admission.interval_s),
         )
+        for victim in victims:
+            self._shed(victim)
+        place.fill(len(work.token_ids))
+        self._last_key = key
+        self._places[key] = place
+        self.live[key] = generation
         stream.accept(Accepted(request.id, len(prompt_ids), len(self.waiting), seed))
         self.waiting[key] = work
         self._held_before_s[key] = self._hold_clock_s()
@@ -146,8 +158,8 @@ class Requests:
         if request.timeout_ms is not None:
             self.timers.add(arrived_s + request.timeout_ms / 1000, key)
         self._metrics.prompt_tokens.inc(len(prompt_ids))
-        if (reason := self.live[key].ended_elsewhere) is not None:
-            self.finish(self.live[key], reason)
+        if generation.ended_elsewhere is not None:
+            self.finish(generation, generation.ended_elsewhere)
         return stream
 
     def finish(self, generation: Generation, reason: FinishReason, *, at_release: bool = False) -> None:
@@ -159,9 +171,14 @@ class Requests:
         self._end(generation.key)
 
     def _tell(self, generation: Generation, report: RowReport | None, hol_delay_s: float, now_s: float) -> None:
-        finished = generation.finished(report, hol_delay_s=hol_delay_s, now_s=now_s)
-        self._metrics.observe_finished(finished)
-        generation.stream.finish(finished)
+        try:
+            finished = generation.finished(report, hol_delay_s=hol_delay_s, now_s=now_s)
+        except RequestError as error:
+            self._metrics.refused.labels(error.code).inc()
+            generation.stream.fail(error)
+        else:
+            self._metrics.observe_finished(finished)
+            generation.stream.finish(finished)
         self.ended.set()
 
     def fail(self, keys: Iterable[int], error: RequestError) -> None:
@@ -189,7 +206,8 @@ class Requests:
     def leave_queue(self, key: int) -> None:
         """This request starts, or ends without ever having started: its place is free."""
         del self._held_before_s[key]
-        self._admission.leave(len(self.waiting.pop(key).token_ids))
+        del self.waiting[key]
+        self._places.pop(key).leave()
         self._fairness.leave(self.live[key].client)
         self._changed()
 
@@ -226,15 +244,11 @@ class Requests:
         if timeout_ms is not None and trio.current_time() >= generation.arrived_s + timeout_ms / 1000:
             self.finish(generation, "timeout")
 
-    def less_urgent(self, priority: int) -> Work | None:
-        """The last in order of the least urgent class in the queue, if that is less urgent than `priority`."""
-        last = max(self.waiting.values(), key=lambda work: (work.priority, work.order), default=None)
-        return None if last is None or last.priority <= priority else last
+    def less_urgent(self, priority: int) -> list[Work]:
+        """The waiting requests of less urgent classes than `priority`, in the order in which they give way."""
+        works = [work for work in self.waiting.values() if work.priority > priority]
+        return sorted(works, key=lambda work: (work.priority, work.order), reverse=True)
 
-    def shed(self, priority: int) -> bool:
-        """Drop a request that is less urgent than `priority` from the queue, if there is one."""
-        if (victim := self.less_urgent(priority)) is None:
-            return False
+    def _shed(self, victim: Work) -> None:
         retry_after_ms = self._admission.retry_after_ms()
         self.fail([victim.key], Shed("dropped from the queue for a more urgent request", retry_after_ms=retry_after_ms))
-        return True

@@ -5,6 +5,7 @@ waits: what the consumer has not taken is merged into one `Tokens` event, bounde
 sides run on the event loop, so nothing here needs a lock.
 """
 
+import logging
 from collections.abc import AsyncIterator, Callable
 
 import trio
@@ -21,6 +22,8 @@ from wsbatch.messages import (
     TokenLogprobs,
     Tokens,
 )
+
+_logger = logging.getLogger("wsbatch.engine")
 
 
 class Stream:
@@ -155,5 +158,10 @@ class Stream:
 
     def _notify(self) -> None:
         self._wakeup.set()
-        if self._on_event is not None:
+        if self._on_event is None:
+            return
+        try:
             self._on_event(self)
+        except Exception:
+            # Its consumer's fault, and no reason to end the requests of others with the engine's loop.
+            _logger.exception("on_event of %r raised", self)

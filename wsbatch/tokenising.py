@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from wsbatch.errors import BadRequest, TooLarge
+from wsbatch.errors import BadRequest, RequestError, TooLarge, foreign
 from wsbatch.messages import GenerateRequest
 from wsbatch.text import TextCodec
 
@@ -52,14 +52,21 @@ class Tokenising:
         if size > self._max_bytes:
             raise TooLarge(f"the prompt holds {size} bytes: more than {self._max_bytes} cannot fit the model's context")
 
-        def encode() -> list[int]:
+        if size <= _INLINE_BYTES:
+            return self._encode(request)
+        return await self._run(lambda: self._encode(request))
+
+    def _encode(self, request: GenerateRequest) -> list[int]:
+        """Whatever a tokenizer or a template raises over this request is the request's error, and nobody else's."""
+        try:
             if request.prompt is not None:
                 return self._codec.encode(request.prompt, parse_special=request.parse_special)
-            return self._codec.encode_messages(messages)
-
-        if size <= _INLINE_BYTES:
-            return encode()
-        return await self._run(encode)
+            return self._codec.encode_messages(request.messages or ())
+        except (RequestError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in Rust code is no Exception
+            field = "messages" if request.prompt is None else "prompt"
+            raise BadRequest(f"{field}: the model's tokenizer cannot encode it: {foreign(error)}") from error
 
 
 def _size(text: str) -> int:

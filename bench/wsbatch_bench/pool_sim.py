@@ -76,7 +76,7 @@ class EventReplica:
     def add(self, request: GenerateRequest, record: Record, now_s: float) -> None:
         """Take a request."""
         assert request.token_ids is not None
-        new_tokens = request.sampling.max_tokens
+        new_tokens = request.sampling.most_tokens
         work = Work(
             key=record.index,
             token_ids=request.token_ids,

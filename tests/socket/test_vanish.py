@@ -25,7 +25,7 @@ class Idle:
 
     def __init__(self, engine: BatchEngine, server: Server) -> None:
         value = engine.metrics.registry.get_sample_value
-        admission, pool = engine._intake.admission, engine.scheduler.pool  # type: ignore[attr-defined]
+        admission, pool = engine._admission, engine.scheduler.pool  # type: ignore[attr-defined]
         self.held = {
             "descriptors": len(os.listdir("/proc/self/fd")),
             "tasks": trio.lowlevel.current_statistics().tasks_living,

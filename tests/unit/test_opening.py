@@ -3,7 +3,7 @@
 import pytest
 
 from wsbatch.config import EngineConfig
-from wsbatch.opening import for_device, make_scheduler, max_request_tokens
+from wsbatch.opening import as_served, for_device, make_scheduler
 from wsbatch.steps import ModelInfo
 
 
@@ -27,7 +27,7 @@ def test_blocks_fit_the_attention_of_the_device(device: str, dtype: str, asked: 
     cache = make_scheduler(config, now_s=0.0).cache()
     assert cache is not None
     assert cache.total_blocks == 1100 // blocks
-    assert max_request_tokens(config, info(device, dtype)) == 1100 // blocks * blocks
+    assert as_served(info(device, dtype), config).max_model_len == 1100 // blocks * blocks
 
 
 def test_a_padded_batch_has_no_blocks() -> None:

@@ -200,7 +200,7 @@ class Watched(trio.abc.Instrument):
         self.streams: list[Stream] = []
         self.step_ends: set[float] = set()
         self._last_end_s = 0.0
-        self._admission = engine._intake.admission
+        self._admission = engine._admission
         self._requests = engine._requests
         self._scheduler = engine.scheduler
         self._worker_step, self._decide, self._enqueue = worker.step, self._scheduler.decide, self._requests.enqueue
@@ -512,7 +512,7 @@ async def play(scenario: Scenario) -> None:
 
 
 def assert_idle(engine: BatchEngine, server: Server) -> None:
-    requests, admission = engine._requests, engine._intake.admission
+    requests, admission = engine._requests, engine._admission
     assert (requests.live, requests.waiting, requests._held_before_s) == ({}, {}, {})
     assert (admission.requests, admission.tokens) == (0, 0)
     assert requests._fairness._lines == {}

@@ -198,7 +198,7 @@ async def test_places_are_taken_before_tokenising(autojump_clock: MockClock) -> 
 @pytest.mark.parametrize(
     ("bad", "error", "words"),
     [
-        (request(prompt=""), BadRequest, "prompt is empty"),
+        (request(prompt=""), BadRequest, "prompt: must not be empty"),
         (GenerateRequest(token_ids=(1, 999)), BadRequest, "token_ids holds 999"),
         (request(tokens=100, prompt="x" * 30), NeverFits, "at most 128 fit"),
         (request(prompt="x" * 500), TooLarge, "500 bytes"),

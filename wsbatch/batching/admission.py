@@ -1,10 +1,55 @@
 """Who may wait: the queue's bounds, the reservation made at the check, and an honest time to come back."""
 
-from wsbatch.errors import NeverFits, QueueFull
+from wsbatch.errors import QueueFull
 
 _LONGEST_RETRY_MS = 30_000
 _RATE_DECAY = 0.9
 _GUESSED_INTERVAL_S = 0.1
+
+
+class Place:
+    """One request's place in the queue, from the check to its first step or its end. Made by `Admission.reserve`.
+
+    As a context manager it gives itself back where the block raises: afterwards it is for whoever took it over to do.
+
+    Attributes:
+        tokens: prompt tokens that it holds; 0 until it is filled.
+        lent: taken while the queue was full, for a request that others may yet give way to. Filling it ends that.
+    """
+
+    __slots__ = ("_admission", "lent", "tokens")
+
+    def __init__(self, admission: "Admission", *, lent: bool) -> None:
+        self._admission = admission
+        self.lent = lent
+        self.tokens = 0
+
+    def __repr__(self) -> str:
+        return f"<Place of {self.tokens} tokens{', lent' if self.lent else ''}>"
+
+    def fill(self, tokens: int) -> None:
+        """Hold this many prompt tokens. `Admission.lacks` tells before whether there is room."""
+        if self.lent:
+            self.lent = False
+            self._admission.lent -= 1
+            self._admission.requests += 1
+        self._admission.tokens += tokens - self.tokens
+        self.tokens = tokens
+
+    def leave(self) -> None:
+        """Give the place back: the request has started, ended in the queue, or been refused. Call it once."""
+        if self.lent:
+            self._admission.lent -= 1
+        else:
+            self._admission.requests -= 1
+        self._admission.tokens -= self.tokens
+
+    def __enter__(self) -> "Place":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.leave()
 
 
 class Admission:
@@ -12,20 +57,27 @@ class Admission:
 
     Args:
         max_requests, max_tokens: bounds on what waits.
-        max_request_tokens: prompt plus output of one request, the smaller of what the model and the KV pool hold.
+
+    Attributes:
+        requests: places taken, but for the lent ones.
+        lent: places lent.
+        tokens: prompt tokens in the places.
     """
 
-    def __init__(self, *, max_requests: int, max_tokens: int, max_request_tokens: int) -> None:
-        self.max_request_tokens = max_request_tokens
+    def __init__(self, *, max_requests: int, max_tokens: int) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self.requests = 0
+        self.lent = 0
         self.tokens = 0
         self._interval_s: float | None = None  # between two requests leaving the queue, a running mean
         self._last_left_s: float | None = None
 
     def __repr__(self) -> str:
-        return f"<Admission {self.requests}/{self._max_requests} requests, {self.tokens}/{self._max_tokens} tokens>"
+        return (
+            f"<Admission {self.requests}/{self._max_requests} requests, {self.lent} lent places, "
+            f"{self.tokens}/{self._max_tokens} tokens>"
+        )
 
     def refusal(self) -> QueueFull | None:
         """Why one more request would be refused whatever it holds; None if there is room."""
@@ -35,30 +87,31 @@ class Admission:
             return self._full(f"{self.tokens} prompt tokens are waiting; at most {self._max_tokens} may")
         return None
 
-    def reserve(self) -> None:
-        """Take a place for a request whose length is not known yet. Raises QueueFull."""
+    def reserve(self, *, sheddable: int = 0) -> Place:
+        """Take a place for a request whose length is not known yet. Raises QueueFull.
+
+        A full queue lends places while fewer are lent than there are waiting requests that might give way for this one
+        (`sheddable`). Nobody gives way before it is sure that the request can be let in.
+        """
         refusal = self.refusal()
-        if refusal is not None:
+        if refusal is None:
+            self.requests += 1
+        elif self.lent < sheddable:
+            self.lent += 1
+        else:
             raise refusal
-        self.requests += 1
+        return Place(self, lent=refusal is not None)
 
-    def fill(self, tokens: int, max_new_tokens: int) -> None:
-        """The reserved place turns out to hold this many prompt tokens. Raises NeverFits or QueueFull: then `leave`."""
-        if tokens + max_new_tokens > self.max_request_tokens:
-            raise NeverFits(
-                f"prompt of {tokens} tokens plus max_tokens {max_new_tokens} is {tokens + max_new_tokens}: "
-                f"at most {self.max_request_tokens} fit"
+    def lacks(self, place: Place, tokens: int, *, less_requests: int = 0, less_tokens: int = 0) -> QueueFull | None:
+        """Why this place cannot hold so many prompt tokens, even after so much has left the queue; None if it can."""
+        if place.lent and self.requests - less_requests >= self._max_requests:
+            return self._full(f"{self.requests} requests are waiting, the most allowed")
+        waiting = self.tokens - less_tokens
+        if waiting and waiting + tokens > self._max_tokens:
+            return self._full(
+                f"{waiting} prompt tokens are waiting; {tokens} more would pass the bound of {self._max_tokens}"
             )
-        if self.tokens and self.tokens + tokens > self._max_tokens:
-            raise self._full(
-                f"{self.tokens} prompt tokens are waiting; {tokens} more would pass the bound of {self._max_tokens}"
-            )
-        self.tokens += tokens
-
-    def leave(self, tokens: int) -> None:
-        """Give a place back, with the tokens it was filled with: started, ended in the queue, or refused."""
-        self.requests -= 1
-        self.tokens -= tokens
+        return None
 
     def started(self, count: int, now_s: float) -> None:
         """This many requests have just left the queue to run: the measured service rate."""

@@ -11,7 +11,7 @@ import trio
 from wsbatch.cli.parsing import TOKEN_VARIABLE, token_from_environment
 from wsbatch.cli.settings import number, whole_number
 from wsbatch.client import Client, connect
-from wsbatch.messages import SamplingParams
+from wsbatch.messages import DEFAULT_MAX_TOKENS, SamplingParams
 
 DEFAULT_URL = "ws://127.0.0.1:8765"
 
@@ -31,12 +31,13 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
 def add_sampling_flags(parser: argparse.ArgumentParser, defaults: SamplingParams) -> None:
     """How tokens are chosen. The server checks the values: it knows its model's bounds."""
     group = parser.add_argument_group("sampling")
+    most = defaults.max_tokens or f"{DEFAULT_MAX_TOKENS}, or what is left of the context"
     group.add_argument(
         "--max-tokens",
         type=whole_number,
         metavar="N",
         default=defaults.max_tokens,
-        help="tokens generated at most (default: %(default)s)",
+        help=f"tokens generated at most (default: {most})",
     )
     group.add_argument(
         "--temperature",

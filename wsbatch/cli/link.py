@@ -106,7 +106,7 @@ class _Answer:
                 self._seed = event.seed
             case Tokens():
                 self._token_ids += event.token_ids
-                self.complete = len(self._token_ids) >= self._request.sampling.max_tokens
+                self.complete = len(self._token_ids) >= self._request.sampling.most_tokens
             case Finished():
                 self.complete = True
 

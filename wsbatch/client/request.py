@@ -13,7 +13,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage | Mapping[str, st
 class GenerateParams(TypedDict, total=False):
     """Keyword arguments of `generate`: the fields of `SamplingParams` and `GenerateRequest`, with their defaults."""
 
-    max_tokens: int
+    max_tokens: int | None
     temperature: float
     top_p: float
     top_k: int

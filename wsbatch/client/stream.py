@@ -112,8 +112,8 @@ class TokenStream:
             if event.index != self._next_index:
                 raise ProtocolError(f"request {event.id}: token {self._next_index} was due, got {event.index}")
             self._next_index += len(event.token_ids)
-            if self._next_index > self.request.sampling.max_tokens:
-                raise ProtocolError(f"request {event.id}: got over {self.request.sampling.max_tokens} tokens")
+            if self._next_index > self.request.sampling.most_tokens:
+                raise ProtocolError(f"request {event.id}: got over {self.request.sampling.most_tokens} tokens")
         if not isinstance(event, Started):  # told to routers, which ask for the server's status
             self._events.append(event)
             self._wake.set()

@@ -41,7 +41,7 @@ def estimated_tokens(request: GenerateRequest) -> int:
     """Prompt and output of a request, before any tokenizer has seen it."""
     size = sum(len(turn.content) for turn in request.messages or ()) + len(request.prompt or "")
     prompt = len(request.token_ids or ()) + size // _BYTES_PER_TOKEN
-    return prompt + request.sampling.max_tokens
+    return prompt + request.sampling.most_tokens
 
 
 class PrefixTable(Generic[_Place]):

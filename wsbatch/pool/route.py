@@ -233,7 +233,7 @@ class Route:
     def _tokens_came(self, event: Tokens) -> None:
         assert self.attempt is not None
         held = len(self._output.token_ids)
-        if event.index != held or held + len(event.token_ids) > self.request.sampling.max_tokens:
+        if event.index != held or held + len(event.token_ids) > self.request.sampling.most_tokens:
             raise ProtocolError(f"token {held} was due, got {len(event.token_ids)} from {event.index} on")
         if self.kind is None:
             self.kind = self.attempt.replica.kind

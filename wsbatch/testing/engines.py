@@ -81,7 +81,7 @@ class ScriptedEngine:
 
     def status(self) -> Status:
         """All live streams count as running."""
-        left = sum(stream.request.sampling.max_tokens - produced for stream, produced in self._produced.items())
+        left = sum(stream.request.sampling.most_tokens - produced for stream, produced in self._produced.items())
         refusal = self.refusal()
         retry_after_ms = None if refusal is None else refusal.retry_after_ms or 1000
         return Status(self.state, 0, len(self.live), 0, left, 8, 0.0, 0.0, retry_after_ms)
@@ -151,7 +151,7 @@ class ScriptedEngine:
             await trio.sleep(interval_s)
             for stream in list(self.live):
                 self.push(stream, chr(97 + self._produced[stream] % 26))
-                if self._produced[stream] >= stream.request.sampling.max_tokens:
+                if self._produced[stream] >= stream.request.sampling.most_tokens:
                     self.finish(stream, "length")
 
     def _drop(self, stream: Stream) -> None:

@@ -9,9 +9,9 @@ from wsbatch.batch_engine import BatchEngine
 from wsbatch.config import EngineConfig
 from wsbatch.errors import StepFailed
 from wsbatch.model.simulated import SimulatedModel, StepCosts
-from wsbatch.opening import make_scheduler, max_request_tokens
+from wsbatch.opening import as_served, make_scheduler
 from wsbatch.steps import PaddedStart, PagedStep, StepPlan, StepResult
-from wsbatch.text import ByteText
+from wsbatch.text import ByteText, TextCodec
 from wsbatch.tokenising import Tokenising
 
 
@@ -51,22 +51,22 @@ async def tokenise_here(function: Callable[[], list[int]]) -> list[int]:
 
 @asynccontextmanager
 async def open_virtual_engine(
-    config: EngineConfig, costs: StepCosts | None = None
+    config: EngineConfig, costs: StepCosts | None = None, *, codec: TextCodec | None = None
 ) -> AsyncIterator[tuple[BatchEngine, VirtualWorker]]:
-    """A running engine over a simulated model, and its worker to look into."""
+    """A running engine over a simulated model, and its worker to look into. Text is bytes unless `codec` says else."""
     model = SimulatedModel(
         costs or StepCosts(), max_model_len=config.max_model_len or 8192, block_tokens=config.block_tokens
     )
     worker = VirtualWorker(model)
-    codec = ByteText()
+    codec = codec or ByteText()
+    info = as_served(model.info, config)
     engine = BatchEngine(
         config,
-        info=model.info,
+        info=info,
         scheduler=make_scheduler(config, now_s=trio.current_time()),
         worker=worker,
         codec=codec,
-        tokenise=Tokenising(codec, model.info.max_model_len, run=tokenise_here),
-        max_request_tokens=max_request_tokens(config, model.info),
+        tokenise=Tokenising(codec, info.max_model_len, run=tokenise_here),
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(engine.run)

@@ -1,10 +1,11 @@
 """Readers: check one value from a frame against its type and its bound, and say which field was wrong.
 
 A reader takes a field's name and its decoded value, and returns the value a message carries or raises `BadRequest`
-(`TooLarge` for a size) naming the field, the value and the bound. `frames` has the table of who reads what.
+(`TooLarge` for a size) naming the field, the value and the bound. It takes what a message carries, too: requests made
+in this process are read by the same readers. `frames` and `generate` have the tables of who reads what.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -65,9 +66,26 @@ def shown(value: object) -> str:
         return digits if len(digits) <= _ECHOED_CHARS else f"{digits[:_ECHOED_CHARS]}…"
     if isinstance(value, Mapping):
         return "a map"
-    if type(value) is list:
+    if type(value) is list or type(value) is tuple:
         return f"an array of {len(value)}"
-    return "binary data" if isinstance(value, bytes) else "a msgpack extension"
+    if isinstance(value, bytes):
+        return "binary data"
+    kind = type(value)
+    return "a msgpack extension" if kind.__module__.startswith("msgpack") else f"an object of type {kind.__name__}"
+
+
+def read_fields(
+    frame: Mapping[str, object], readers: Mapping[str, Reader], *, required: tuple[str, ...] = (), prefix: str = ""
+) -> dict[str, Any]:
+    """The values of a map's fields, by name; one that is null counts as absent."""
+    values = {}
+    for name, read in readers.items():
+        value = frame.get(name)
+        if value is not None:
+            values[name] = read(prefix + name, value)
+        elif name in required:
+            raise BadRequest(f"{prefix}{name}: is required")
+    return values
 
 
 def wrong_type(name: str, value: object, wanted: str) -> BadRequest:
@@ -78,7 +96,7 @@ def integer(low: int, high: int) -> Reader:
     """An integer from `low` to `high`, both included. Booleans and floats (even whole ones) are not integers."""
 
     def read(name: str, value: object) -> int:
-        if type(value) is not int:
+        if not isinstance(value, int) or isinstance(value, bool):
             raise wrong_type(name, value, "an integer")
         if not low <= value <= high:
             raise BadRequest(f"{name}: must be from {low} to {high}, got {shown(value)}")
@@ -91,12 +109,12 @@ def number(low: float, high: float, *, above: bool = False) -> Reader:
     """A finite number from `low` (excluded if `above`) to `high`."""
 
     def read(name: str, value: object) -> float:
-        if type(value) not in (int, float):
+        if not isinstance(value, int | float) or isinstance(value, bool):
             raise wrong_type(name, value, "a number")
         # NaN fails every comparison, so it ends here with the rest.
-        if not low <= value <= high or (above and value == low):  # type: ignore[operator]
+        if not low <= value <= high or (above and value == low):
             raise BadRequest(f"{name}: must be {'above' if above else 'from'} {low} to {high}, got {shown(value)}")
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
 
     return read
 
@@ -111,7 +129,7 @@ def string(*, low: int = 0, high: int | None = None) -> Reader:
     """A string of `low` to `high` characters, all of them Unicode scalar values (no lone surrogates)."""
 
     def read(name: str, value: object) -> str:
-        if type(value) is not str:
+        if not isinstance(value, str):
             raise wrong_type(name, value, "a string")
         if len(value) < low:
             raise BadRequest(f"{name}: must not be empty")
@@ -154,8 +172,8 @@ def token_ids(*, low: int = 0, high: int | None = None) -> Reader:
 
 def _items(
     name: str, value: object, *, low: int = 0, high: int | None = None, error: type[RequestError] = BadRequest
-) -> list[Any]:
-    if type(value) is not list:
+) -> Sequence[Any]:
+    if type(value) is not list and type(value) is not tuple:
         raise wrong_type(name, value, "an array")
     if len(value) < low:
         raise BadRequest(f"{name}: must not be empty")
@@ -184,6 +202,8 @@ def identifier(max_bytes: int) -> Reader:
 
 def chat_message(name: str, value: object) -> ChatMessage:
     """One turn. The role is a bare word: chat templates write it between control tokens."""
+    if type(value) is ChatMessage:
+        value = {"role": value.role, "content": value.content}
     if type(value) is not dict:
         raise wrong_type(name, value, "a map with role and content")
     for key in ("role", "content"):

@@ -16,7 +16,6 @@ from wsbatch.messages import (
     BatchSnapshot,
     BatchStep,
     Cancel,
-    ChatMessage,
     ClientMessage,
     DrainingNotice,
     Failed,
@@ -27,7 +26,6 @@ from wsbatch.messages import (
     Limits,
     Ping,
     Pong,
-    SamplingParams,
     ServerMessage,
     Started,
     Status,
@@ -40,29 +38,27 @@ from wsbatch.messages import (
 )
 from wsbatch.wire.fields import (
     MAX_SAFE_INTEGER,
-    MAX_TOKEN_ID,
     Reader,
     WireLimits,
     array,
     batch_row,
     boolean,
-    chat_message,
     identifier,
     integer,
     number,
+    read_fields,
     shown,
     string,
     token_ids,
     token_logprobs,
     wrong_type,
 )
-from wsbatch.wire.unsupported import refuse_in_message, refuse_unsupported
+from wsbatch.wire.generate import GenerateFields
 
 # What stands on the wire for a log probability of minus infinity: JSON has no infinities.
 LOGPROB_FLOOR = -9999.0
 
 _CLIENT_TYPES = "generate, cancel, ping, get_status, watch, unwatch"
-_PROMPTS = ("prompt", "token_ids", "messages")
 
 
 class ClientFrames:
@@ -71,33 +67,10 @@ class ClientFrames:
     def __init__(self, limits: WireLimits) -> None:
         self.read_id = identifier(limits.max_id_bytes)
         self._nonce = {"nonce": self.read_id}
-        self._sampling: dict[str, Reader] = {
-            "max_tokens": integer(1, limits.max_tokens),
-            "temperature": number(0, 100),
-            "top_p": number(0, 1, above=True),
-            "top_k": integer(0, MAX_TOKEN_ID),
-            "seed": integer(0, MAX_SAFE_INTEGER),
-            "stop": array(string(low=1, high=limits.max_stop_chars), high=limits.max_stop),
-            "stop_token_ids": array(integer(0, MAX_TOKEN_ID), high=limits.max_stop_token_ids),
-            "ignore_eos": boolean,
-            "logprobs": integer(0, limits.max_logprobs),
-        }
-        self._generate: dict[str, Reader] = {
-            "id": self.read_id,
-            "prompt": string(low=1),
-            "token_ids": token_ids(low=1, high=limits.max_token_ids),
-            "messages": array(_turn, low=1, high=limits.max_messages),
-            "priority": integer(0, 9),
-            "timeout_ms": integer(1, limits.max_timeout_ms),
-            "queue_timeout_ms": integer(1, limits.max_timeout_ms),
-            "stream": boolean,
-            "resume_token_ids": token_ids(high=limits.max_token_ids),
-            "parse_special": boolean,
-        }
         self._by_type: dict[str, Callable[[Mapping[str, object]], ClientMessage]] = {
-            "generate": self._read_generate,
-            "cancel": lambda frame: Cancel(**_read(frame, {"id": self.read_id}, required=("id",))),
-            "ping": lambda frame: Ping(**_read(frame, self._nonce, required=("nonce",))),
+            "generate": GenerateFields(limits).read,
+            "cancel": lambda frame: Cancel(**read_fields(frame, {"id": self.read_id}, required=("id",))),
+            "ping": lambda frame: Ping(**read_fields(frame, self._nonce, required=("nonce",))),
             "get_status": lambda frame: GetStatus(),
             "watch": lambda frame: Watch(),
             "unwatch": lambda frame: Unwatch(),
@@ -112,20 +85,6 @@ class ClientFrames:
         if kind is None:
             raise BadRequest(f"type: is required, one of {_CLIENT_TYPES}")
         raise BadRequest(f"type: must be one of {_CLIENT_TYPES}, got {shown(kind)}")
-
-    def _read_generate(self, frame: Mapping[str, object]) -> GenerateRequest:
-        values = _read(frame, self._generate, required=("id",))
-        refuse_unsupported(frame)
-        prompts = [name for name in _PROMPTS if name in values]
-        if len(prompts) != 1:
-            raise BadRequest(f"prompt, token_ids, messages: give exactly one, got {' and '.join(prompts) or 'none'}")
-        return GenerateRequest(**values, sampling=SamplingParams(**_read(frame, self._sampling)))
-
-
-def _turn(name: str, value: object) -> ChatMessage:
-    if type(value) is dict:
-        refuse_in_message(name, value)
-    return chat_message(name, value)
 
 
 def client_frame(message: ClientMessage) -> dict[str, object]:
@@ -219,7 +178,7 @@ def _nested(cls: type[Any], readers: Mapping[str, Reader]) -> Reader:
     def read(name: str, value: object) -> object:
         if type(value) is not dict:
             raise wrong_type(name, value, "a map")
-        return cls(**_read(value, readers, required=required, prefix=f"{name}."))
+        return cls(**read_fields(value, readers, required=required, prefix=f"{name}."))
 
     return read
 
@@ -282,20 +241,7 @@ def read_server_frame(frame: Mapping[str, object]) -> ServerMessage | None:
         raise wrong_type("type", kind, "a string")
     if kind not in _MESSAGE_TYPES:
         return None
-    values = _read(frame, _SERVER_READERS[kind], required=_SERVER_REQUIRED[kind])
+    values = read_fields(frame, _SERVER_READERS[kind], required=_SERVER_REQUIRED[kind])
     if kind == "error":
         values.setdefault("id", None)
     return _MESSAGE_TYPES[kind](**values)
-
-
-def _read(
-    frame: Mapping[str, object], readers: Mapping[str, Reader], *, required: tuple[str, ...] = (), prefix: str = ""
-) -> dict[str, Any]:
-    values = {}
-    for name, read in readers.items():
-        value = frame.get(name)
-        if value is not None:
-            values[name] = read(prefix + name, value)
-        elif name in required:
-            raise BadRequest(f"{prefix}{name}: is required")
-    return values
