@@ -131,7 +131,10 @@ class EngineConfig(Settings):
         least=1,
     )
     step_stall_s: float = setting(
-        120.0, "a model step longer than this declares the engine dead", least=0.1, most=86_400
+        120.0,
+        "a model step longer than this declares the engine dead; steps with prompts are sized to take a tenth of it",
+        least=0.1,
+        most=86_400,
     )
 
     def __post_init__(self) -> None:

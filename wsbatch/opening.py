@@ -23,6 +23,8 @@ from wsbatch.worker import ThreadWorker
 if TYPE_CHECKING:
     from wsbatch.model.simulated import StepCosts
 
+_STEP_SHARE = 0.1
+"""Of `step_stall_s`, what a step that prefills may take: costs are known roughly, and a stalled step is fatal."""
 _TICK_S = 0.005
 _CUDA_BLOCK_TOKENS = 256  # torch's paged FlashAttention reads blocks of a multiple of it
 
@@ -100,6 +102,7 @@ def for_device(config: EngineConfig, info: ModelInfo) -> EngineConfig:
 
 def make_scheduler(config: EngineConfig, *, now_s: float) -> Scheduler:
     """The scheduler that a configuration asks for."""
+    max_step_s = config.step_stall_s * _STEP_SHARE
     if config.scheduler == "continuous":
         return ContinuousScheduler(
             max_batch_size=config.max_batch_size,
@@ -107,6 +110,7 @@ def make_scheduler(config: EngineConfig, *, now_s: float) -> Scheduler:
             prefill_chunk_tokens=config.prefill_chunk_tokens,
             itl_slo_s=None if config.itl_slo_ms is None else config.itl_slo_ms / 1000,
             pool=BlockPool(_total_blocks(config), config.block_tokens, prefix_cache=config.prefix_cache),
+            max_step_s=max_step_s,
         )
     return DynamicScheduler(
         DynamicSettings(
@@ -117,6 +121,7 @@ def make_scheduler(config: EngineConfig, *, now_s: float) -> Scheduler:
             buckets=config.length_buckets,
             adaptive=config.adaptive_wait,
             early_compaction=config.early_compaction,
+            max_step_s=max_step_s,
         ),
         now_s=now_s,
     )

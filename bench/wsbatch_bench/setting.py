@@ -8,8 +8,14 @@ from wsbatch.config import EngineConfig
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 WAITS_MS = (0.0, 5.0, 20.0, 50.0)
 
-# A bench decides for itself what waits and what is too late; and prompts must not find each other in a cache.
-_MEASURING: dict[str, Any] = {"queue_timeout_ms": 86_400_000, "max_queue_requests": 1024, "prefix_cache": False}
+# A bench decides for itself what waits and what is too late; prompts must not find each other in a cache; and the first
+# steps are to be as large as any other, although nothing is known of their costs.
+_MEASURING: dict[str, Any] = {
+    "queue_timeout_ms": 86_400_000,
+    "max_queue_requests": 1024,
+    "prefix_cache": False,
+    "step_stall_s": 3600.0,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from wsbatch.errors import (
     TooLarge,
 )
 from wsbatch.messages import Accepted, ChatMessage, Failed, Finished, GenerateRequest, SamplingParams, Tokens
+from wsbatch.model.simulated import StepCosts
 from wsbatch.steps import PaddedStart, StepPlan, StepResult
 from wsbatch.stream import Stream
 from wsbatch.testing.worker import open_virtual_engine
@@ -450,3 +451,20 @@ async def test_two_engines_do_not_share_metrics(autojump_clock: MockClock) -> No
         name = "wsbatch_generation_tokens_total"
         assert one.metrics.registry.get_sample_value(name) == 4
         assert two.metrics.registry.get_sample_value(name) == 0
+
+
+@pytest.mark.parametrize("scheduler", ["dynamic", "continuous"])
+async def test_long_prompts_on_a_slow_machine_do_not_look_like_a_stall(
+    autojump_clock: MockClock, scheduler: str
+) -> None:
+    """A prompt token takes 60 ms: 2,048 in one step, or the eight prompts of one batch, would take over 120 s."""
+    chosen = config(scheduler=scheduler, max_batch_size=8, max_wait_ms=0.0, queue_timeout_ms=3_600_000)
+    async with open_virtual_engine(chosen, StepCosts(beta_s=0.060)) as (engine, worker):
+        lengths = [4000, *[900] * 6] if scheduler == "continuous" else [300] * 12
+        prompts = [chr(65 + n) * length for n, length in enumerate(lengths)]
+        for stream in [await engine.submit(request(tokens=20, prompt=prompt)) for prompt in prompts]:
+            assert isinstance(await ending(stream), Finished)
+        assert engine.state == "ready"
+        longest_s = max(worker.model.step_s(plan) for _, plan in worker.plans)
+        # A padded prompt cannot be cut: it goes alone. The first step is sized without knowing what it will cost.
+        assert longest_s <= (0.060 * 240 if scheduler == "continuous" else 0.060 * 300) + 0.1

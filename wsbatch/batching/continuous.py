@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from wsbatch.batching.accounting import Ledger, RowReport
 from wsbatch.batching.blocks import BlockPool
-from wsbatch.batching.costs import FittedCosts, StepCost
+from wsbatch.batching.costs import PrefillBound, StepCost, choose_chunk
 from wsbatch.batching.queue import WaitingQueue, Work
 from wsbatch.batching.rows import Row, Rows
 from wsbatch.batching.scheduler import CacheStats, Decision, Idle, Release, RowToken, Step, StepOutcome
@@ -42,9 +42,12 @@ class ContinuousScheduler:
         pool: BlockPool,
         max_preemptions: int = 3,
         itl_slo_s: float | None = None,
+        max_step_s: float | None = None,
     ) -> None:
         """`itl_slo_s`: the goal for a step that decodes; the chunk then follows from the costs of the steps so far.
 
+        `max_step_s`: no step is given more prompt tokens than it can compute in this time, as far as the steps so far
+        tell; the first ones are small. None: there is no such bound.
         `max_preemptions` 0 reserves each request's whole length at admission. ValueError: a value out of bounds.
         """
         for name, value, least in (
@@ -62,6 +65,7 @@ class ContinuousScheduler:
         self._max_batch_prefill_tokens = max_batch_prefill_tokens
         self.prefill_chunk_tokens = prefill_chunk_tokens
         self._itl_slo_s = itl_slo_s
+        self._bound = None if max_step_s is None else PrefillBound(max_step_s, self.ledger.costs)
         self._block_tokens = pool.block_tokens
         self._rows = Rows(pool, max_preemptions)
         self._live: dict[int, Row] = {}
@@ -114,6 +118,8 @@ class ContinuousScheduler:
                 row.planned = 1
                 plan.append(row)
         budget = self.prefill_chunk_tokens if decodes else self._max_batch_prefill_tokens
+        if self._bound is not None and (prefills or rows.preempted or len(self.queue)):
+            budget = min(budget, self._bound.tokens(decode_rows=len(decodes)))
         for row in prefills:
             if budget and row.table:
                 row.planned = rows.grow(row, min(budget, row.prompt_end - row.computed))
@@ -176,6 +182,8 @@ class ContinuousScheduler:
         seconds = result.model_ms / 1000
         cost = StepCost(len(flight), prefilled, useful_prefilled, decoded, useful_decoded, seconds)
         self.ledger.record(cost, keys)
+        if self._bound is not None:
+            self._bound.record(cost)
         if self._itl_slo_s is not None and self.ledger.steps % _TUNE_STEPS == 0:
             self._tune(self._itl_slo_s)
         return StepOutcome(tuple(tokens), cost)
@@ -279,17 +287,3 @@ def _paged_row(row: Row) -> PagedRow:
     ids = tuple(row.tokens[row.computed : end])
     sampling = row.work.sampling if end == len(row.tokens) else None
     return PagedRow(row.work.key, ids, row.computed, row.table, sampling)
-
-
-def choose_chunk(itl_slo_s: float, costs: FittedCosts, *, rows: int, block_tokens: int = 16) -> int:
-    """The most prompt tokens a step may carry beside `rows` decodes so that it takes at most `itl_slo_s`.
-
-    At least one block: less would cost a prompt more steps than it saves its neighbours. ValueError where the decodes
-    alone take longer than the SLO, or where a prompt token costs nothing.
-    """
-    if costs.beta_s <= 0:
-        raise ValueError(f"beta_s is {costs.beta_s}: must be above 0")
-    decode_s = costs.step_s(decode_rows=rows, prefill_tokens=0)
-    if decode_s > itl_slo_s:
-        raise ValueError(f"itl_slo_s is {itl_slo_s}: must be at least {decode_s:.6g}, a step of {rows} decodes alone")
-    return max(block_tokens, int((itl_slo_s - decode_s) / costs.beta_s))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wsbatch.batching.accounting import Ledger, RowReport
-from wsbatch.batching.costs import StepCost
+from wsbatch.batching.costs import PrefillBound, StepCost
 from wsbatch.batching.hazard import ArrivalHazard
 from wsbatch.batching.queue import WaitingQueue, Work
 from wsbatch.batching.scheduler import (
@@ -27,7 +27,11 @@ from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart, StepPlan, StepRe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicSettings:
-    """The knobs. Seconds; see `EngineConfig` for what each one does."""
+    """The knobs. Seconds; see `EngineConfig` for what each one does.
+
+    `max_step_s`: no batch has more rows than can be prefilled in this time, as far as the steps so far tell. A prompt
+    cannot be cut here: a single row may take longer. None: there is no such bound.
+    """
 
     max_batch_size: int
     max_wait_s: float
@@ -36,6 +40,7 @@ class DynamicSettings:
     buckets: tuple[int, ...] = ()
     adaptive: bool = False
     early_compaction: bool = False
+    max_step_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +118,7 @@ class DynamicScheduler:
         self._idle_since_s = now_s
         self._batch_started_s = now_s
         self._hazard = ArrivalHazard()
+        self._bound = None if settings.max_step_s is None else PrefillBound(settings.max_step_s, self.ledger.costs)
         self._rows: list[_Row] = []  # in the tensors' order; empty between batches
         self._departed: list[_Row] = []  # rows that compaction dropped; they are released with their batch
         self._in_flight: StepPlan | None = None
@@ -144,16 +150,17 @@ class DynamicScheduler:
         choice = decide(view, self._settings)
         if not isinstance(choice, Dispatch):
             return choice
-        for work in choice.works:
+        works = self._affordable(choice.works)
+        for work in works:
             self.queue.remove(work.key)
             self.ledger.join(work.key)
-        self._rows = [_Row(work) for work in choice.works]
+        self._rows = [_Row(work) for work in works]
         self._batch_started_s = now_s
         plan = PaddedStart(
-            rows=tuple(PaddedRow(work.key, work.token_ids, work.sampling) for work in choice.works),
-            max_new_tokens=max(work.max_new_tokens for work in choice.works),
+            rows=tuple(PaddedRow(work.key, work.token_ids, work.sampling) for work in works),
+            max_new_tokens=max(work.max_new_tokens for work in works),
         )
-        return self._launch(plan, started=tuple(work.key for work in choice.works))
+        return self._launch(plan, started=tuple(work.key for work in works))
 
     def complete(self, result: StepResult, now_s: float) -> StepOutcome:
         """One token for every row of the batch; those of rows that ended are waste."""
@@ -167,6 +174,8 @@ class DynamicScheduler:
             slots = (0, 0, len(self._rows), sum(live))
         cost = StepCost(len(self._rows), *slots, seconds=result.model_ms / 1000)
         self.ledger.record(cost, [row.work.key for row in self._rows])
+        if self._bound is not None:
+            self._bound.record(cost)
         tokens = []
         for index, (row, alive) in enumerate(zip(self._rows, live, strict=True)):
             if alive:
@@ -225,6 +234,17 @@ class DynamicScheduler:
     def _launch(self, plan: StepPlan, started: tuple[int, ...] = ()) -> Step:
         self._in_flight = plan
         return Step(plan, started)
+
+    def _affordable(self, works: tuple[Work, ...]) -> tuple[Work, ...]:
+        """As many of them, from the first on, as one step has time to prefill; one in any case."""
+        if self._bound is None:
+            return works
+        most, longest = self._bound.tokens(decode_rows=0), 0
+        for count, work in enumerate(works):
+            longest = max(longest, len(work.token_ids))
+            if count and longest * (count + 1) > most:
+                return works[:count]
+        return works
 
     def _compact(self) -> tuple[int, ...] | None:
         """Once half of the rows are done, the indices of those that stay."""

@@ -27,7 +27,8 @@ def engine_config(arguments: argparse.Namespace, **fields: Any) -> EngineConfig:
     own = {"model": arguments.model, "dtype": arguments.dtype, "threads": arguments.threads, "max_wait_ms": 0.0}
     if hasattr(arguments, "scheduler"):
         own["scheduler"] = arguments.scheduler
-    return EngineConfig(**(own | {"prefix_cache": False} | fields))
+    # With room for slow steps the first ones are as large as any other, although nothing is known of their costs.
+    return EngineConfig(**(own | {"prefix_cache": False, "step_stall_s": 3600.0} | fields))
 
 
 def read_costs(arguments: argparse.Namespace) -> Costs:
