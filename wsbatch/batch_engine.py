@@ -17,19 +17,19 @@ from wsbatch.errors import (
     Draining,
     EngineDead,
     ModelError,
+    QueueFull,
     RequestError,
     SlowConsumer,
     StepFailed,
 )
+from wsbatch.execution import Execution
 from wsbatch.intake import Intake, Tokenise
-from wsbatch.isolation import run_step
 from wsbatch.messages import GenerateRequest, Status
 from wsbatch.metrics import EngineMetrics
 from wsbatch.requests import Requests
 from wsbatch.steps import ModelInfo
 from wsbatch.stream import Stream
 from wsbatch.text import TextCodec
-from wsbatch.watchdog import Watchdog
 from wsbatch.worker import Worker
 
 _logger = logging.getLogger("wsbatch.engine")
@@ -61,7 +61,7 @@ class BatchEngine:
         self.metrics = EngineMetrics()
         self._config = config
         self._scheduler = scheduler
-        self._worker = worker
+        self._execution = Execution(worker, stall_s=config.step_stall_s, vocab_size=info.vocab_size)
         self._admission = Admission(max_requests=config.max_queue_requests, max_tokens=config.max_queue_tokens)
         self._picture = Picture(
             config.scheduler,
@@ -92,8 +92,6 @@ class BatchEngine:
             closed=self._closed,
         )
         self._draining = False
-        self._step_began_s: float | None = None  # of the step in flight
-        self._watchdog = Watchdog(config.step_stall_s)
         self._death: EngineDead | None = None
         self._died = trio.Event()
         self.metrics.watch(lambda: self._scheduler.running, lambda: len(self._requests.waiting), self._scheduler.cache)
@@ -117,7 +115,7 @@ class BatchEngine:
 
     def status(self) -> Status:
         """See `Engine.status`."""
-        began_s = self._step_began_s
+        began_s = self._execution.began_s
         refusal = self.refusal()
         return self._requests.status(
             state=self.state,
@@ -192,7 +190,7 @@ class BatchEngine:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._requests.timers.run)
-                nursery.start_soon(self._watchdog.run)
+                nursery.start_soon(self._execution.watchdog.run)
                 try:
                     while True:
                         await self._turn()
@@ -218,6 +216,8 @@ class BatchEngine:
         match self._scheduler.decide(trio.current_time()):
             case Step() as step:
                 await self._step(step)
+                if self._execution.failures.suspicious:
+                    await self._execution.probe(self._scheduler)
             case WaitUntil(at_s=at_s):
                 with self._requests.holding(), trio.move_on_at(at_s):
                     self._take(await self._inbox.receive())
@@ -237,14 +237,11 @@ class BatchEngine:
         if step.started:
             self._admission.started(len(step.started), now_s)
         lanes = self._scheduler.lanes() if self._picture.watched else ()
-        self._step_began_s = now_s
         try:
-            with self._watchdog.watching():
-                result, failed = await run_step(self._worker, step.plan)
+            result, failed = await self._execution.step(step.plan)
         except StepFailed as error:
+            self._execution.failures.record([error], tokens=0, now_s=trio.current_time())
             self._requests.fail(self._scheduler.abort(trio.current_time()), ModelError(f"the model failed: {error}"))
-        except trio.TooSlowError:
-            raise EngineDead(f"a model step made no progress for {self._config.step_stall_s} s") from None
         else:
             for key, cause in failed.items():
                 if key not in self._requests.live:
@@ -252,14 +249,16 @@ class BatchEngine:
                 self._requests.fail([key], ModelError(f"the model failed: {cause}"))
             ended_s = trio.current_time()
             outcome = self._scheduler.complete(result, ended_s)
+            self._execution.failures.record(failed.values(), tokens=len(outcome.tokens), now_s=ended_s)
             self._picture.record(lanes, outcome.cost, tokens=len(outcome.tokens), started_s=now_s, ended_s=ended_s)
             self._deliver(outcome)
-        self._step_began_s = None
         self._requests.settle()
 
     def _deliver(self, outcome: StepOutcome) -> None:
         self.metrics.observe_step(outcome.cost)
         now_s = trio.current_time()
+        if outcome.tokens and (work := self._scheduler.work(outcome.tokens[0].key)) is not None:
+            self._execution.succeeded(work.token_ids)
         for token in outcome.tokens:
             generation = self._requests.live[token.key]
             try:
@@ -277,7 +276,11 @@ class BatchEngine:
     def _closed(self) -> RequestError | None:
         if self._death:
             return self._death
-        return Draining("the server is shutting down", retry_after_ms=1000) if self._draining else None
+        if self._draining:
+            return Draining("the server is shutting down", retry_after_ms=1000)
+        if self._execution.doubtful:
+            return QueueFull("the model fails and is being probed", retry_after_ms=1000)
+        return None
 
     def _die(self, death: EngineDead) -> None:
         self._death = death

@@ -493,3 +493,19 @@ def test_repr_shows_the_state() -> None:
     batch = preempting()
     add(batch, 4, 1)
     assert repr(batch).startswith("<ContinuousScheduler 1 waiting, 2 running, 1 preempted, 0 rows in flight, <Bl")
+
+
+def test_a_probe_takes_no_block_from_anybody() -> None:
+    batch = scheduler(4, prefix_cache=True)
+    add(batch, 1, 8, max_new=1)
+    (row,) = decide(batch)
+    complete(batch, (row,))
+    probe = batch.probe(tuple(range(9)))
+    assert probe is not None
+    (probing,) = probe.rows
+    assert (probing.key, probing.token_ids, probing.start, len(probing.block_table)) == (0, (0, 1, 2, 3), 0, 1)
+    assert not set(probing.block_table) & set(row.block_table)
+    batch.check()
+    assert (batch.pool.used, batch.pool.free) == (2, 2)
+    batch.pool.allocate(2)
+    assert batch.probe((1,)) is None

@@ -146,3 +146,16 @@ def test_report_counts_only_the_steps_of_the_request() -> None:
     report = scheduler.report(3)
     assert report is not None
     assert (report.max_size, report.mean_size, report.issued_tokens, report.useful_tokens) == (1, 1.0, 5, 5)
+
+
+def test_a_probe_runs_only_between_batches() -> None:
+    scheduler = make()
+    probe = scheduler.probe((40, 41))
+    assert probe is not None
+    assert [(row.token_ids, row.sampling) for row in probe.rows] == [((40, 41), RowSampling())]
+    scheduler.add(work(1))
+    step = scheduler.decide(0.0)
+    assert isinstance(step, Step)
+    assert scheduler.probe((40, 41)) is None
+    scheduler.abort(1.0)
+    assert scheduler.probe((40, 41)) == probe

@@ -15,9 +15,9 @@ from wsbatch.batching.blocks import BlockPool
 from wsbatch.batching.costs import PrefillBound, StepCost, choose_chunk
 from wsbatch.batching.queue import WaitingQueue, Work
 from wsbatch.batching.rows import Row, Rows
-from wsbatch.batching.scheduler import CacheStats, Decision, Idle, Release, RowToken, Step, StepOutcome
+from wsbatch.batching.scheduler import PROBE, CacheStats, Decision, Idle, Release, RowToken, Step, StepOutcome
 from wsbatch.messages import RowPhase
-from wsbatch.steps import PagedRow, PagedStep, StepResult
+from wsbatch.steps import PagedRow, PagedStep, RowSampling, StepResult
 
 _TUNE_STEPS = 16
 
@@ -199,6 +199,14 @@ class ContinuousScheduler:
         for key in keys:
             self.end(key, now_s)
         return keys
+
+    def probe(self, token_ids: tuple[int, ...]) -> PagedStep | None:
+        """In a block that nobody uses: the next to take it writes it before it reads it."""
+        if not self.pool.available:
+            return None
+        table = self.pool.allocate(1)
+        self.pool.release(table)
+        return PagedStep((PagedRow(PROBE, token_ids[: self._block_tokens], 0, table, RowSampling()),))
 
     def end(self, key: int, now_s: float) -> None:
         """The request leaves at once; blocks that the step in flight writes to are freed after it."""

@@ -13,6 +13,7 @@ from wsbatch.batching.costs import PrefillBound, StepCost
 from wsbatch.batching.hazard import ArrivalHazard
 from wsbatch.batching.queue import WaitingQueue, Work
 from wsbatch.batching.scheduler import (
+    PROBE,
     Decision,
     Idle,
     Release,
@@ -22,7 +23,7 @@ from wsbatch.batching.scheduler import (
     WaitUntil,
 )
 from wsbatch.messages import RowPhase
-from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart, StepPlan, StepResult
+from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart, RowSampling, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +199,10 @@ class DynamicScheduler:
         """Put the request in the queue; the adaptive wait and the anchor `last` learn from its arrival."""
         self.queue.add(work)
         self._hazard.arrived(work.arrived_s)
+
+    def probe(self, token_ids: tuple[int, ...]) -> PaddedStart | None:
+        """As a batch of its own, so only between two."""
+        return None if self._rows else PaddedStart((PaddedRow(PROBE, token_ids, RowSampling()),), max_new_tokens=1)
 
     def end(self, key: int, now_s: float) -> None:
         """A waiting request leaves the queue; a running row keeps its slot until the batch is done or compacted."""

@@ -10,6 +10,9 @@ from wsbatch.batching.queue import WaitingQueue, Work
 from wsbatch.messages import RowPhase, TokenLogprobs
 from wsbatch.steps import StepPlan, StepResult
 
+PROBE = 0
+"""The key of a probe's row: no request has it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -109,6 +112,14 @@ class Scheduler(Protocol):
 
     def abort(self, now_s: float) -> tuple[int, ...]:
         """The in-flight step raised: drop every request that was in it; their keys are returned."""
+        ...
+
+    def probe(self, token_ids: tuple[int, ...]) -> StepPlan | None:
+        """A small step for nobody, to see whether the model works; None while what runs leaves no room for it.
+
+        Its row samples, and has the key PROBE. The scheduler neither waits for it nor counts it; run it before the next
+        `decide`.
+        """
         ...
 
     def end(self, key: int, now_s: float) -> None:
