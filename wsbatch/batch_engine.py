@@ -269,8 +269,7 @@ class BatchEngine:
             if reason is not None:
                 # A whole answer (`stream: false`) is told when its slot is free: in a padded batch, at the batch's end.
                 self._requests.finish(generation, reason, at_release=not generation.request.stream)
-            elif generation.stream.unsent_tokens > self._config.max_unsent_tokens:
-                bound = self._config.max_unsent_tokens
+            elif generation.stream.overdue(bound := self._config.max_unsent_tokens, now_s):
                 self._requests.fail([token.key], SlowConsumer(f"more than {bound} tokens are unread, the most allowed"))
 
     def _closed(self) -> RequestError | None:

@@ -119,7 +119,7 @@ class EngineConfig(Settings):
     max_queue_tokens: int = setting(262_144, "prompt tokens waiting at most", least=1)
     queue_timeout_ms: int = setting(60_000, "a request's longest time in the queue", least=1, most=86_400_000)
     max_unsent_tokens: int = setting(
-        4096, "tokens a client may leave unread before its request is ended with slow_consumer", least=1
+        4096, "tokens a client may leave unread for two seconds before its request ends with slow_consumer", least=1
     )
     ttft_slo_ms: float | None = setting(
         None, "refuse a request whose predicted time to first token is over this; default: never", least=1
@@ -213,7 +213,7 @@ class PoolConfig(Settings):
     )
     reconnect_max_s: float = setting(5.0, "pause between two attempts to reach a lost replica, at most", least=0.01)
     max_unread_tokens: int = setting(
-        4096, "tokens a client may leave unread before its request is ended with slow_consumer", least=1
+        4096, "tokens a client may leave unread for two seconds before its request ends with slow_consumer", least=1
     )
 
 

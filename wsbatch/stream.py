@@ -23,6 +23,8 @@ from wsbatch.messages import (
     Tokens,
 )
 
+_SLOW_S = 2.0
+
 _logger = logging.getLogger("wsbatch.engine")
 
 
@@ -64,6 +66,7 @@ class Stream:
         self._token_ids: list[int] = []
         self._text: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._over_since_s: float | None = None  # more tokens unread than are allowed, since the last `take`
 
     def __repr__(self) -> str:
         state = "new" if self.accepted is None else "live" if self.terminal is None else "ended"
@@ -78,6 +81,17 @@ class Stream:
     def unsent_tokens(self) -> int:
         """Tokens pushed and not yet taken."""
         return len(self._token_ids)
+
+    def overdue(self, max_tokens: int, now_s: float) -> bool:
+        """Whether the consumer is slow: it has left more tokens than this unread for two seconds, and taken nothing.
+
+        Ask after each `push`. Not slow is a writer that merges what comes within `frame_interval_ms`, however much.
+        """
+        if len(self._token_ids) <= max_tokens:
+            return False
+        if self._over_since_s is None:
+            self._over_since_s = now_s
+        return now_s - self._over_since_s > _SLOW_S
 
     def accept(self, accepted: Accepted) -> None:
         """The request has its place in the queue."""
@@ -128,6 +142,7 @@ class Stream:
             events.append(Tokens(self.request.id, self._index, tuple(self._token_ids), "".join(self._text), logprobs))
             self._index += len(self._token_ids)
             self._token_ids, self._text, self._logprobs = [], [], []
+            self._over_since_s = None
         if self.terminal is not None and not self._terminal_taken:
             self._terminal_taken = True
             events.append(self.terminal)

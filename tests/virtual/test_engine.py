@@ -357,11 +357,11 @@ async def test_drain_ends_the_rest_at_its_deadline(autojump_clock: MockClock) ->
 
 async def test_an_unread_stream_is_ended_and_its_neighbour_is_not_slowed(autojump_clock: MockClock) -> None:
     async with open_virtual_engine(config(max_wait_ms=0.0, max_unsent_tokens=20, max_batch_size=2)) as (engine, _):
-        slow = await engine.submit(request(tokens=100))
-        brisk = await engine.submit(request(tokens=100))
+        slow = await engine.submit(request(tokens=300))
+        brisk = await engine.submit(request(tokens=300))
         end = await ending(brisk)
         assert isinstance(end, Finished)
-        assert end.usage.completion_tokens == 100
+        assert end.usage.completion_tokens == 300
         slow_end = await ending(slow)
         assert isinstance(slow_end, Failed)
         assert slow_end.code == SlowConsumer.code

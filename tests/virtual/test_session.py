@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import trio
 
-from wsbatch.config import ServerConfig
+from wsbatch.config import EngineConfig, ServerConfig
 from wsbatch.errors import Draining, EngineDead, ModelError, QueueFull
 from wsbatch.messages import (
     Accepted,
@@ -20,6 +20,7 @@ from wsbatch.messages import (
     Hello,
     Ping,
     Pong,
+    SamplingParams,
     Started,
     Status,
     Tokens,
@@ -27,6 +28,7 @@ from wsbatch.messages import (
 from wsbatch.session import MAX_BACKLOG, Session
 from wsbatch.testing.connections import MemoryConnection
 from wsbatch.testing.engines import ScriptedEngine
+from wsbatch.testing.worker import open_virtual_engine
 from wsbatch.wire import JSON, MSGPACK, Codec
 
 
@@ -508,3 +510,17 @@ async def test_who_asks_for_the_status_is_told_of_starts(autojump_clock: trio.te
         fixture.engine.refuse = QueueFull("full", retry_after_ms=70)
         await fixture.client.say(GetStatus())
         assert (await fixture.client.hear()).retry_after_ms == 70
+
+
+async def test_a_client_that_reads_is_not_slow(autojump_clock: trio.testing.MockClock) -> None:
+    """Whatever the bounds: frames a second apart, and a single token that may be unread."""
+    engine_config = EngineConfig(model="simulated", max_unsent_tokens=1)
+    async with open_virtual_engine(engine_config) as (engine, _), trio.open_nursery() as nursery:
+        client = MemoryConnection()
+        nursery.start_soon(Session(client, engine, ServerConfig(frame_interval_ms=1000), codec=MSGPACK).run)
+        await client.say(GenerateRequest(id=1, prompt="hi", sampling=SamplingParams(max_tokens=500)))
+        while not isinstance(end := await client.hear(), Finished | Failed):
+            pass
+        assert isinstance(end, Finished)
+        assert end.usage.completion_tokens == 500
+        client.disconnect()

@@ -243,7 +243,7 @@ class Route:
         if not self.request.stream:
             return
         self.stream.push(list(event.token_ids), event.text, list(event.logprobs or ()))
-        if self.stream.unsent_tokens > (bound := self._pool.max_unread_tokens):
+        if self.stream.overdue(bound := self._pool.max_unread_tokens, trio.current_time()):
             self.fail(SlowConsumer(f"more than {bound} tokens are unread, the most allowed"))
 
     def _finished(self, event: Finished) -> None:
