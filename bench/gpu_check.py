@@ -16,6 +16,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from wsbatch.processes import keep_working_directory_off_paths
 from wsbatch_bench.gpu.choice import RANDOM_LLAMAS, Choice
 from wsbatch_bench.gpu.report import knee, summary, table
 from wsbatch_bench.gpu.stages import STAGES, Job, Skipped
@@ -24,6 +25,7 @@ from wsbatch_bench.gpu.supervise import Outcome, supervise
 
 def main() -> int:
     """Run the stages; 1 where one of them failed."""
+    keep_working_directory_off_paths()
     arguments = _parser().parse_args()
     choice = Choice(arguments.model, arguments.random_llama, arguments.device, arguments.dtype)
     outcomes: dict[str, Outcome] = {}

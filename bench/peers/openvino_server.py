@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
@@ -108,6 +109,7 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--step-tokens", type=int, default=256, help="tokens a step; 256 was fastest")
     args = parser.parse_args()
+    os.environ["PYTHONSAFEPATH"] = "1"  # the child is a `python -c`: nothing in the working directory is to run
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     spawn.Process(target=run_engine, args=(there, args.model, args.threads, args.step_tokens), daemon=True).start()

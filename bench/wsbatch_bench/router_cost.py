@@ -1,7 +1,6 @@
 """What a router adds: the same streams directly and through it, from servers whose tokens carry the time."""
 
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +10,7 @@ import trio
 
 from wsbatch.client import connect
 from wsbatch.messages import Tokens
+from wsbatch.processes import module_command
 from wsbatch_bench.quantiles import observed_quantile
 from wsbatch_bench.stamped import age_ms
 
@@ -37,14 +37,14 @@ class Cost:
 
 
 @contextmanager
-def module_process(*command: str) -> Iterator[tuple[int, str]]:
+def module_process(module: str, *arguments: str) -> Iterator[tuple[int, str]]:
     """A server of ours in a process of its own: its pid, and where it listens."""
-    process = subprocess.Popen([sys.executable, "-m", *command], text=True, stdout=subprocess.PIPE)
+    process = subprocess.Popen(module_command(module, *arguments), text=True, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{' '.join(command)} did not start")
+            raise RuntimeError(f"{' '.join((module, *arguments))} did not start")
         yield process.pid, line.split()[-1]
     finally:
         process.terminate()

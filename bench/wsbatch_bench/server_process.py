@@ -3,7 +3,6 @@
 import os
 import resource
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
+from wsbatch.processes import module_command
 from wsbatch_bench.http_client import dial_url, get
 
 _LAG = "wsbatch_event_loop_lag_seconds"
@@ -81,7 +81,7 @@ async def serving_process(*flags: str) -> AsyncIterator[ServerProcess]:
 
     Raises RuntimeError where it does not start, or ends with another status than 0.
     """
-    command = [sys.executable, "-m", "wsbatch", "serve", "--port", "0", "--log-level", "warning", *flags]
+    command = module_command("wsbatch", "serve", "--port", "0", "--log-level", "warning", *flags)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220 (a moment, before any load)
     assert process.stdout is not None
     try:

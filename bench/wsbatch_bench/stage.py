@@ -1,7 +1,6 @@
 """Where a setting is measured: the whole server in virtual time, or a server process with a real model."""
 
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Protocol
 import trio
 
 from wsbatch.client import connect
+from wsbatch.processes import module_command
 from wsbatch_bench.costs import Costs
 from wsbatch_bench.http_client import dial_url
 from wsbatch_bench.load import LoadPlan, LoadRun, run_load
@@ -79,19 +79,7 @@ class RealStage:
 @asynccontextmanager
 async def open_server_process(model: str, flags: list[str]) -> AsyncIterator[WebSocketTarget]:
     """Start `wsbatch serve` on a free port and connect to it; ended when the block is left."""
-    command = [
-        sys.executable,
-        "-m",
-        "wsbatch",
-        "serve",
-        "--model",
-        model,
-        "--port",
-        "0",
-        "--log-level",
-        "warning",
-        *flags,
-    ]
+    command = module_command("wsbatch", "serve", "--model", model, "--port", "0", "--log-level", "warning", *flags)
     async with trio.open_nursery() as nursery:
         process: trio.Process = await nursery.start(
             partial(trio.run_process, command, stdout=subprocess.PIPE, check=False, deliver_cancel=_terminate)

@@ -130,7 +130,15 @@ def test_what_is_wrong_is_said_in_one_line(
 
 def test_load_on_a_real_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The one test over a socket: what comes out must add up; how long it took says nothing here."""
-    command = [sys.executable, "-m", "wsbatch", "serve", "--model", "simulated:tau_ms=2,alpha_ms=0.1,beta_ms=0.01"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "wsbatch",
+        "serve",
+        "--model",
+        "simulated:tau_ms=2,alpha_ms=0.1,beta_ms=0.01",
+    ]
     with subprocess.Popen(
         [*command, "--port", "0", "--log-level", "error"], stdout=subprocess.PIPE, text=True
     ) as server:

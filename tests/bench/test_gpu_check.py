@@ -79,7 +79,7 @@ def test_tables_and_the_summary() -> None:
 
 def test_the_whole_script_on_the_cpu(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    command = [sys.executable, "bench/gpu_check.py", "--device", "cpu", "--quick", "--random-llama", "tiny"]
+    command = [sys.executable, "-P", "bench/gpu_check.py", "--device", "cpu", "--quick", "--random-llama", "tiny"]
     done = subprocess.run(
         [*command, "--out", str(out)], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, timeout=400, check=False,

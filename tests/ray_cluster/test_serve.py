@@ -39,7 +39,7 @@ class Serving:
         self._log = log
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, "serve", "--ray", "local", "--port", "0", *flags],
+                [sys.executable, "-P", "-c", _PROGRAM, "serve", "--ray", "local", "--port", "0", *flags],
                 text=True,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

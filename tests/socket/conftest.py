@@ -76,7 +76,7 @@ def serve_process() -> Iterator[ServeProcess]:
 
     def serve(*flags: str, model: str = "simulated:tau_ms=1", port: int = 0, fault: str | None = None) -> ServerProcess:
         program = ["-m", "wsbatch"] if fault is None else ["-c", _PATCHED.format(fault=fault)]
-        command = [sys.executable, *program, "serve", "--model", model, "--port", str(port), *flags]
+        command = [sys.executable, "-P", *program, "serve", "--model", model, "--port", str(port), *flags]
         processes.append(subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
         return ServerProcess(processes[-1])
 

@@ -31,7 +31,7 @@ PROGRAM = Path(__file__).parents[2] / "clients" / "asyncio_client.py"
 async def run(*arguments: str) -> subprocess.CompletedProcess[bytes]:
     with trio.fail_after(60):
         return await trio.run_process(
-            [sys.executable, str(PROGRAM), *arguments], capture_stdout=True, capture_stderr=True, check=False
+            [sys.executable, "-P", str(PROGRAM), *arguments], capture_stdout=True, capture_stderr=True, check=False
         )
 
 

@@ -12,6 +12,7 @@ def test_the_demo_fetches_serves_and_streams() -> None:
     demo = subprocess.run(
         [
             sys.executable,
+            "-P",
             "-m",
             "wsbatch",
             "demo",

@@ -88,7 +88,7 @@ async def test_from_fastapi(tmp_path: Path) -> None:
     async with serving(ServerConfig(port=0), interval_s=0.005) as served:
         (tmp_path / "recipe.py").write_text(at(block("From FastAPI", "python"), served))
         port = free_port()
-        command = [sys.executable, "-m", "uvicorn", "recipe:app", "--port", str(port), "--log-level", "error"]
+        command = [sys.executable, "-P", "-m", "uvicorn", "recipe:app", "--port", str(port), "--log-level", "error"]
         async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(trio.run_process, command, cwd=tmp_path))
             await until_listening(port)

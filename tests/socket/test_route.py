@@ -24,7 +24,7 @@ def route() -> Iterator[Callable[..., str]]:
     processes: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> str:
-        command = [sys.executable, "-m", "wsbatch", "route", "--port", "0", *arguments]
+        command = [sys.executable, "-P", "-m", "wsbatch", "route", "--port", "0", *arguments]
         process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         processes.append(process)
         assert process.stdout is not None
@@ -102,7 +102,7 @@ async def test_a_replica_killed_under_load_loses_and_changes_nothing(
 
 
 def test_a_router_without_replicas_says_so() -> None:
-    command = [sys.executable, "-m", "wsbatch", "route", "--first-replica-s", "0.5", "ws://127.0.0.1:9"]
+    command = [sys.executable, "-P", "-m", "wsbatch", "route", "--first-replica-s", "0.5", "ws://127.0.0.1:9"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1] == "wsbatch route: none of ws://127.0.0.1:9 was ready within 0.5 s"

@@ -17,7 +17,7 @@ from wsbatch.testing.servers import serving
 
 
 async def top(*arguments: str) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "wsbatch", "top", *arguments]
+    command = [sys.executable, "-P", "-m", "wsbatch", "top", *arguments]
     with trio.fail_after(60):
         return await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
 

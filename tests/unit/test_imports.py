@@ -13,7 +13,7 @@ HEAVY = {"torch", "transformers", "tokenizers", "numpy", "prometheus_client", "s
 @pytest.mark.parametrize("module", ["wsbatch", "wsbatch.client", "wsbatch.wire", "wsbatch.messages", "wsbatch.errors"])
 def test_the_client_is_light(module: str) -> None:
     program = f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))"
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout
+    output = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, check=True, text=True).stdout
     loaded = set(json.loads(output))
     assert module in loaded
     assert loaded & HEAVY == set()

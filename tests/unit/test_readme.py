@@ -34,7 +34,7 @@ EMBEDDING, CLIENT = blocks("python")
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    command = [sys.executable, "-m", "wsbatch", "serve", "--model", "simulated:tau_ms=0", "--port", "0"]
+    command = [sys.executable, "-P", "-m", "wsbatch", "serve", "--model", "simulated:tau_ms=0", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         assert server.stdout is not None
         yield server.stdout.readline().removeprefix("listening on ").strip()
@@ -46,7 +46,7 @@ def run(program: str, **replacements: str) -> str:
     for old, new in replacements.items():
         assert old in program
         program = program.replace(old, new)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 

@@ -345,4 +345,4 @@ def test_the_simulated_model_talks_bytes() -> None:
 
 def test_importing_it_loads_no_library() -> None:
     program = "import sys, wsbatch.text; print({'tokenizers', 'jinja2', 'torch', 'transformers'} & {*sys.modules})"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout == b"set()\n"
+    assert subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, check=True).stdout == b"set()\n"

