@@ -206,9 +206,13 @@ def run() -> int:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--token", default=os.environ.get("WSBATCH_AUTH_TOKEN"), help="default: $WSBATCH_AUTH_TOKEN")
+    options = parser.parse_args()
+    if options.token is not None and not (token := options.token.strip()):
+        parser.error("the token is empty: give one, or none")
+    options.token = None if options.token is None else token
     problem = None
     try:
-        asyncio.run(main(parser.parse_args()))
+        asyncio.run(main(options))
     except* ServerError as group:
         problem = str(_first(group))
     except* (OSError, InvalidStatus) as group:

@@ -155,7 +155,7 @@ class BatchEngine:
                     on_event=on_event,
                 )
         except RequestError as error:
-            self.metrics.refused.labels(error.code).inc()
+            self.metrics.count_refused(error.code)
             raise
 
     def watch(self, on_change: Callable[[], None]) -> Watcher:

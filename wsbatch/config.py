@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, cast
 
+from wsbatch.auth import clean_token
+from wsbatch.origins import clean_origins
+
 SchedulerName = Literal["dynamic", "continuous"]
 WaitAnchor = Literal["oldest", "idle", "last"]
 
@@ -20,11 +23,15 @@ def setting(
     least: float | None = None,
     most: float | None = None,
     choices: tuple[str, ...] | None = None,
+    secret: bool = False,
+    several: bool = False,
 ) -> Any:
-    """A dataclass field with its description and inclusive bounds. A None default means the field may be None."""
-    return field(
-        default=default, metadata={"help": help, "least": least, "most": most, "choices": choices}, kw_only=True
-    )
+    """A dataclass field with its description and inclusive bounds. A None default means the field may be None.
+
+    `secret` keeps it out of what is printed; `several` is of text that is a list: parts separated by commas.
+    """
+    metadata = {"help": help, "least": least, "most": most, "choices": choices, "several": several}
+    return field(default=default, metadata=metadata, kw_only=True, repr=not secret)
 
 
 def _check_field(owner: object, spec: Field[Any]) -> None:
@@ -35,6 +42,12 @@ def _check_field(owner: object, spec: Field[Any]) -> None:
         if spec.default is not None:
             raise ValueError(f"{name} must not be None")
         return
+    if isinstance(spec.default, tuple) and not isinstance(value, tuple):
+        raise ValueError(f"{name} is {value!r}: must be a tuple")
+    if not (parts := value.split(",") if meta["several"] else value if isinstance(value, tuple) else (value,)):
+        return
+    if any(isinstance(part, str) and not part.strip() for part in parts):
+        raise ValueError(f"{name} is empty, or has an empty part: give it a value, or leave it out")
     if meta["choices"] is not None and value not in meta["choices"]:
         raise ValueError(f"{name} is {value!r}: must be one of {', '.join(meta['choices'])}")
     for number in value if isinstance(value, tuple) else (value,):
@@ -153,13 +166,23 @@ class EngineConfig(Settings):
 class ServerConfig(Settings):
     """The socket, who may use it, and what one client may take."""
 
-    host: str = setting("127.0.0.1", "address to listen on")
+    host: str = setting(
+        "127.0.0.1",
+        "address to listen on, or several separated by commas; `::` is every IPv4 address too",
+        several=True,
+    )
     port: int = setting(8765, "port to listen on; 0 picks a free one", least=0, most=65_535)
     certfile: str | None = setting(None, "TLS certificate chain (PEM); needs keyfile")
     keyfile: str | None = setting(None, "TLS private key (PEM); needs certfile")
-    auth_token: str | None = setting(None, "clients must send it: `Authorization: Bearer …` or `?token=…`")
+    auth_token: str | None = setting(
+        None,
+        "clients must send it: `Authorization: Bearer …` or `?token=…`; white space around it does not count",
+        secret=True,
+    )
     allow_origins: tuple[str, ...] = setting(
-        (), "Origin headers let in; none given: any page may connect; requests without Origin always pass"
+        (),
+        "origins of the pages let in, as https://host or https://host:port; none given, or `*`: any page may connect; "
+        "requests without Origin always pass",
     )
     allow_watch: bool = setting(
         False, "let clients watch the batch: which slot is busy with what, the queue's depth; no text of anybody's"
@@ -188,8 +211,19 @@ class ServerConfig(Settings):
         super().__post_init__()
         if (self.certfile is None) != (self.keyfile is None):
             raise ValueError("ServerConfig.certfile and ServerConfig.keyfile must be given together")
-        if self.auth_token == "":  # it would let everybody in
-            raise ValueError("ServerConfig.auth_token is empty: must have at least one character, or be None")
+        try:
+            origins = clean_origins(self.allow_origins)
+        except ValueError as error:
+            raise ValueError(f"ServerConfig.allow_origins: {error}") from error
+        object.__setattr__(self, "allow_origins", origins)
+        if self.auth_token is not None:
+            token = clean_token(self.auth_token, name="ServerConfig.auth_token")
+            object.__setattr__(self, "auth_token", token)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The addresses in `host`, each as the system takes it."""
+        return tuple(host.strip().removeprefix("[").removesuffix("]") for host in self.host.split(","))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import h11
 from wsbatch.config import ServerConfig
 from wsbatch.errors import Unauthorized
 from wsbatch.http import Head, HttpError
+from wsbatch.origins import clean_origin
 from wsbatch.wire import SUBPROTOCOLS
 
 # RFC 1035 allows 253 bytes of name; a port and brackets come on top.
@@ -105,9 +106,13 @@ def _offered_token(head: Head) -> bytes:
 
 
 def _check_origin(head: Head, allowed: tuple[str, ...]) -> None:
-    origins = head.values(b"origin")
-    if allowed and any(origin.decode("latin-1").lower() not in map(str.lower, allowed) for origin in origins):
-        raise HttpError(403, "pages of this origin are not let in")
+    for value in head.values(b"origin") if allowed else ():
+        try:
+            origin = clean_origin(value.decode("ascii"))
+        except ValueError:  # UnicodeDecodeError is one
+            origin = None
+        if origin not in allowed:
+            raise HttpError(403, "pages of this origin are not let in")
 
 
 def _agree(head: Head) -> str | None:

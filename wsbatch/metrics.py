@@ -4,6 +4,7 @@ Names follow vLLM's with the prefix `wsbatch_`, so dashboards carry over by a se
 """
 
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -12,10 +13,12 @@ from prometheus_client.registry import Collector
 
 from wsbatch.batching.costs import StepCost
 from wsbatch.batching.scheduler import CacheStats
-from wsbatch.messages import Finished
+from wsbatch.errors import BY_CODE
+from wsbatch.messages import Finished, FinishReason
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+_REFUSAL_CODES = {*BY_CODE, "internal_error"}
 _LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TPOT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 _LAG_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -97,6 +100,10 @@ class EngineMetrics:
         self.num_requests_waiting.set_function(waiting)
         self.registry.register(_CacheCollector(cache))
 
+    def count_refused(self, code: str) -> None:
+        """Count one refusal or failure. A code that only a replica knows is `other`: peers choose no labels here."""
+        self.refused.labels(code if code in _REFUSAL_CODES else "other").inc()
+
     def observe_step(self, cost: StepCost) -> None:
         """Count one step."""
         self.batch_size.observe(cost.rows)
@@ -111,7 +118,8 @@ class EngineMetrics:
     def observe_finished(self, finished: Finished) -> None:
         """Count one request that ran to its end."""
         timing, tokens = finished.timing, finished.usage.completion_tokens
-        self.success.labels(finished.finish_reason).inc()
+        known = finished.finish_reason in get_args(FinishReason)
+        self.success.labels(finished.finish_reason if known else "other").inc()
         self.generation_tokens.inc(tokens)
         self.queue_time.observe(timing.queue_ms / 1000)
         self.e2e_latency.observe(timing.total_ms / 1000)

@@ -187,7 +187,7 @@ class Requests:
         for key in keys:
             stream = self.live[key].stream
             if stream.live:
-                self._metrics.refused.labels(error.code).inc()
+                self._metrics.count_refused(error.code)
                 stream.fail(error)
                 self.ended.set()
         # Only then: ending one may release them all, where they shared a batch.

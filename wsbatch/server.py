@@ -1,5 +1,6 @@
 """The server: which tasks there are, in what order they start, and how they end."""
 
+import errno
 import ssl
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,12 +31,12 @@ async def serve(
 ) -> None:
     """Serve `engine` until `Server.drain` or `Server.shutdown` is done: `server = await nursery.start(serve, …)`.
 
-    The port is bound before the server is handed out. Raises OSError where it cannot be, ValueError for a certificate
-    that cannot be loaded, and EngineDead when the engine has died (after every client was told). Cancelled, it tells
-    its clients (1001) and ends within half a second.
+    The port is bound at every host before the server is handed out. Raises OSError where it cannot be, ValueError for
+    a certificate that cannot be loaded, and EngineDead when the engine has died (after every client was told).
+    Cancelled, it tells its clients (1001) and ends within half a second.
     """
     tls = None if config.certfile is None else _tls_context(config)
-    listeners = await trio.open_tcp_listeners(config.port, host=config.host)
+    listeners = await _open_listeners(config)
     addresses = [listener.socket.getsockname()[:2] for listener in listeners]
     await Server(engine, config, addresses=addresses, tls=tls).run(listeners, task_status=task_status)
 
@@ -87,12 +88,12 @@ class Server:
     @property
     def url(self) -> str:
         """Where a client on this machine finds it."""
-        host = self.addresses[0][0]
-        if ip_address(host).is_unspecified:
-            host = "127.0.0.1" if ip_address(host).version == 4 else "::1"
-        if ip_address(host).version == 6:
-            host = f"[{host}]"
-        return f"{'wss' if self._tls else 'ws'}://{host}:{self.port}"
+        return self.urls[0]
+
+    @property
+    def urls(self) -> list[str]:
+        """The same for each of its addresses."""
+        return [f"{'wss' if self._tls else 'ws'}://{_local(host)}:{port}" for host, port in self.addresses]
 
     def refusal(self) -> RequestError | None:
         """Why a connection made now would be refused: draining, dead, or full. None where it would be let in."""
@@ -209,6 +210,38 @@ class Server:
         if head.path == "/readyz":
             answer = replace(answer, headers=(*answer.headers, *readable_by(head, self._config)))
         return answer
+
+
+def _local(host: str) -> str:
+    """How a client on this machine writes an address that is listened on."""
+    address = ip_address(host)
+    if address.is_unspecified:
+        address = ip_address("127.0.0.1" if address.version == 4 else "::1")
+    return f"[{address}]" if address.version == 6 else str(address)
+
+
+async def _open_listeners(config: ServerConfig) -> list[trio.SocketListener]:
+    """Bind the port at every host: for port 0 the one that the first is given. Raises OSError, whose `filename` is the
+    address that cannot be bound."""
+    hosts = list(config.hosts)
+    if "::" in hosts and "0.0.0.0" not in hosts:  # trio binds it to IPv6 alone
+        hosts.append("0.0.0.0")
+    listeners: list[trio.SocketListener] = []
+    try:
+        for host in hosts:
+            port = listeners[0].socket.getsockname()[1] if listeners else config.port
+            try:
+                listeners += await trio.open_tcp_listeners(port, host=host)
+            except OSError as error:
+                if error.errno == errno.EAFNOSUPPORT and host not in config.hosts:
+                    continue
+                error.filename = f"{host}:{port}"
+                raise
+    except BaseException:
+        for listener in listeners:
+            listener.socket.close()
+        raise
+    return listeners
 
 
 def _tls_context(config: ServerConfig) -> ssl.SSLContext:

@@ -216,7 +216,7 @@ class Session:
         self._wake.set()
 
     def _refuse(self, id: RequestId | None, error: RequestError) -> None:
-        self._engine.metrics.refused.labels(error.code).inc()
+        self._engine.metrics.count_refused(error.code)
         self._answer(_failed(id, error))
 
     def _answer(self, message: ServerMessage) -> None:

@@ -91,7 +91,7 @@ class Transport:
         try:
             # What has not said yet what it wants is bounded as well, or it would take every descriptor.
             if self._open > 2 * self._config.max_connections:
-                self._metrics.refused.labels(QueueFull.code).inc()
+                self._metrics.count_refused(QueueFull.code)
                 await _reset(raw)
             else:
                 await self._converse(raw)
@@ -99,7 +99,7 @@ class Transport:
             pass
         except* Exception:
             LOG.exception(_UNEXPECTED)
-            self._metrics.refused.labels("internal_error").inc()
+            self._metrics.count_refused("internal_error")
         finally:
             self._open -= 1
             await trio.aclose_forcefully(raw)
@@ -145,10 +145,10 @@ class Transport:
                 raise refusal
             return opening
         except HttpError as error:
-            self._metrics.refused.labels("bad_request").inc()
+            self._metrics.count_refused("bad_request")
             return error.answer
         except RequestError as error:
-            self._metrics.refused.labels(error.code).inc()
+            self._metrics.count_refused(error.code)
             return refused(error)
 
     async def _serve_websocket(self, raw: RawStream, replay: "_Replay", subprotocol: str | None) -> None:
@@ -172,7 +172,7 @@ class Transport:
                     await self._session(connection)
                 except Exception:
                     LOG.exception(_UNEXPECTED)
-                    self._metrics.refused.labels("internal_error").inc()
+                    self._metrics.count_refused("internal_error")
                     await connection.close(1011, "internal error")
                 nursery.cancel_scope.cancel()
             await self._part(raw, replay, websocket.closed)
@@ -185,7 +185,7 @@ class Transport:
         forbidden = closed is not None and closed.code in (1002, 1007) and not replay.said_goodbye
         if closed is None or not (forbidden or closed.code == 1009):
             return
-        self._metrics.refused.labels("bad_request" if forbidden else "too_large").inc()
+        self._metrics.count_refused("bad_request" if forbidden else "too_large")
         with trio.move_on_after(self._config.close_timeout_s), suppress(*_ENDED):
             if forbidden:
                 await replay.send_all(FrameProtocol(client=False, extensions=[]).close(closed.code, closed.reason))

@@ -1,5 +1,6 @@
 """The command line without its commands' work: flags, their errors, their help."""
 
+import os
 import re
 from dataclasses import fields
 from typing import Any
@@ -7,8 +8,8 @@ from typing import Any
 import pytest
 
 import wsbatch
-from wsbatch.cli import main, serve
-from wsbatch.config import EngineConfig, ServerConfig
+from wsbatch.cli import main, route, serve
+from wsbatch.config import EngineConfig, FleetConfig, PoolConfig, ServerConfig
 
 CONFIGS = [EngineConfig, ServerConfig]
 SETTINGS = [pytest.param(config, spec, id=spec.name) for config in CONFIGS for spec in fields(config)]
@@ -63,16 +64,18 @@ def test_no_flags_are_the_defaults(served: list[tuple[EngineConfig, ServerConfig
         (["--max-wait-ms", "2.5"], "max_wait_ms", 2.5),
         (["--max-wait-ms", "2"], "max_wait_ms", 2.0),
         (["--length-buckets", "16, 64,256"], "length_buckets", (16, 64, 256)),
-        (["--length-buckets", ""], "length_buckets", ()),
+        (["--length-buckets", "16", "--length-buckets", "64"], "length_buckets", (16, 64)),
+        (["--host", "127.0.0.1", "--host", "::1"], "host", "127.0.0.1,::1"),
         (["--adaptive-wait"], "adaptive_wait", True),
         (["--no-adaptive-wait"], "adaptive_wait", False),
         (["--port", "0"], "port", 0),
-        (["--auth-token", "secret"], "auth_token", "secret"),
+        (["--auth-token", "secret\n"], "auth_token", "secret"),
         (
-            ["--allow-origins", "https://a.example,https://b.example"],
+            ["--allow-origins", "https://a.example:443/,HTTPS://b.example"],
             "allow_origins",
             ("https://a.example", "https://b.example"),
         ),
+        (["--allow-origins", "*"], "allow_origins", ()),
     ],
 )
 def test_a_flag_sets_its_field(
@@ -98,6 +101,8 @@ def test_a_flag_sets_its_field(
         (["--length-buckets", "0"], ["--length-buckets", "at least 1"]),
         (["--port", "65536"], ["--port", "65536", "at most 65535"]),
         (["--certfile", "x.pem"], ["--certfile", "--keyfile", "together"]),
+        (["--allow-origins", "app.example"], ["--allow-origins", "'app.example'", "https://host"]),
+        (["--auth-token", "s3\ncret"], ["--auth-token", "control characters"]),
         (["--max-batch", "4"], ["--max-batch"]),  # no abbreviations
         (["--frobnicate"], ["--frobnicate"]),
     ],
@@ -119,6 +124,65 @@ def test_a_bad_flag_is_one_line_that_names_it_and_its_bound(
     assert captured.err.count("\n") == 1
     assert all(word in captured.err for word in words), captured.err
     assert "Config" not in captured.err
+    assert "cret" not in captured.err
+
+
+EMPTY = [
+    ("serve", spec.name)
+    for config in (*CONFIGS, FleetConfig)
+    for spec in fields(config)
+    if not isinstance(spec.default, bool)
+]
+EMPTY += [("route", spec.name) for spec in fields(PoolConfig)]
+EMPTY += [("serve", "ray"), ("route", "replica_token"), ("demo", "prompt"), ("demo", "model")]
+EMPTY += [(command, name) for command in ("generate", "chat", "top") for name in ("url", "token", "cafile")]
+EMPTY += [("chat", "system"), ("generate", "stop")]
+ARGUMENTS = {"route": ["ws://127.0.0.1:1"], "generate": ["Hello"]}
+
+
+@pytest.mark.parametrize(("command", "name"), EMPTY)
+def test_a_flag_that_is_given_and_empty_is_refused(command: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(SystemExit) as exit_:
+        main([command, *ARGUMENTS.get(command, []), flag, ""])
+    assert exit_.value.code == 2
+    assert flag in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "variable"),
+    [
+        *((each, "WSBATCH_AUTH_TOKEN") for each in ("serve", "route", "generate", "chat", "top")),
+        ("route", "WSBATCH_REPLICA_TOKEN"),
+    ],
+)
+@pytest.mark.parametrize("value", ["", " \n"])
+def test_a_variable_that_is_set_and_empty_is_refused(
+    command: str, variable: str, value: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with open(os.devnull) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        status = main([command, *ARGUMENTS.get(command, [])])
+    assert status == 2
+    assert f"${variable} is empty" in capfd.readouterr().err
+
+
+def test_the_replicas_token_comes_from_the_environment_unless_a_flag_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens: list[str | None] = []
+
+    def open_pool(urls: list[str], config: PoolConfig, *, auth_token: str | None) -> None:
+        tokens.append(auth_token)
+
+    monkeypatch.setattr("wsbatch.pool.open_pool", open_pool)
+    monkeypatch.setattr(route, "set_up_logging", lambda level: None)
+    monkeypatch.setattr(route, "host_engine", lambda command, opening, config, visit: opening() or 0)
+    monkeypatch.setenv("WSBATCH_AUTH_TOKEN", "clients")
+    main(["route", "ws://127.0.0.1:1"])
+    monkeypatch.setenv("WSBATCH_REPLICA_TOKEN", "environment\n")
+    main(["route", "ws://127.0.0.1:1"])
+    main(["route", "ws://127.0.0.1:1", "--replica-token", "flag"])
+    assert tokens == ["clients", "environment", "flag"]
 
 
 def test_the_token_comes_from_the_environment_unless_a_flag_gives_it(

@@ -8,7 +8,8 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 
 import trio
 
-from wsbatch.cli.parsing import TOKEN_VARIABLE, token_from_environment
+from wsbatch.auth import clean_token
+from wsbatch.cli.parsing import TOKEN_VARIABLE, text, token_from_environment
 from wsbatch.cli.settings import number, whole_number
 from wsbatch.client import Client, connect
 from wsbatch.messages import DEFAULT_MAX_TOKENS, SamplingParams
@@ -19,12 +20,12 @@ DEFAULT_URL = "ws://127.0.0.1:8765"
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
     """Where the server is, and what it wants to be shown."""
     group = parser.add_argument_group("server")
-    group.add_argument("--url", default=DEFAULT_URL, help=f"ws:// or wss:// address (default: {DEFAULT_URL})")
     group.add_argument(
-        "--token", default=token_from_environment(), help=f"the server's auth token (default: ${TOKEN_VARIABLE})"
+        "--url", type=text, default=DEFAULT_URL, help=f"ws:// or wss:// address (default: {DEFAULT_URL})"
     )
+    group.add_argument("--token", type=text, help=f"the server's auth token (default: ${TOKEN_VARIABLE})")
     group.add_argument(
-        "--cafile", metavar="FILE", help="wss: trust this certificate (PEM), not the system's authorities"
+        "--cafile", type=text, metavar="FILE", help="wss: trust this certificate (PEM), not the system's authorities"
     )
 
 
@@ -64,7 +65,12 @@ def add_sampling_flags(parser: argparse.ArgumentParser, defaults: SamplingParams
         "--seed", type=whole_number, metavar="N", help="repeats a run; the server draws one where none is given"
     )
     group.add_argument(
-        "--stop", action="append", metavar="TEXT", default=[], help="end before this text; may be given several times"
+        "--stop",
+        type=text,
+        action="append",
+        metavar="TEXT",
+        default=[],
+        help="end before this text; may be given several times",
     )
 
 
@@ -81,9 +87,13 @@ def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
 
 
 def dial(arguments: argparse.Namespace, *, retries: int = 0) -> AbstractAsyncContextManager[Client]:
-    """`connect` as the connection flags say. Raises OSError for a --cafile that cannot be read."""
-    context = None if arguments.cafile is None else ssl.create_default_context(cafile=arguments.cafile)
-    return connect(arguments.url, auth_token=arguments.token, ssl_context=context, retries=retries)
+    """`connect` as the connection flags say. Raises ValueError for a token or a --cafile that is none."""
+    token = token_from_environment() if arguments.token is None else clean_token(arguments.token, name="--token")
+    try:
+        context = None if arguments.cafile is None else ssl.create_default_context(cafile=arguments.cafile)
+    except OSError as error:  # ssl.SSLError is one
+        raise ValueError(f"--cafile {arguments.cafile} cannot be loaded: {error.strerror or error}") from error
+    return connect(arguments.url, auth_token=token, ssl_context=context, retries=retries)
 
 
 @contextmanager

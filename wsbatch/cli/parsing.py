@@ -6,6 +6,9 @@ import shutil
 import sys
 from typing import Any, NoReturn, TypeAlias
 
+from wsbatch.auth import clean_token
+from wsbatch.cli.printing import without_controls
+
 # argparse keeps the class of its subparsers to itself.
 Commands: TypeAlias = Any
 
@@ -38,11 +41,27 @@ def add_parser(commands: Commands, name: str, *, help: str, description: str, ep
     return parser
 
 
-def token_from_environment() -> str | None:
-    """The auth token, where it is not given as a flag: a flag can be read by every user of the machine."""
-    return os.environ.get(TOKEN_VARIABLE) or None
+def token_from_environment(variable: str = TOKEN_VARIABLE) -> str | None:
+    """An auth token, where it is not given as a flag: a flag can be read by every user of the machine.
+
+    Raises ValueError where the variable is set and holds none.
+    """
+    token = os.environ.get(variable)
+    return None if token is None else clean_token(token, name=f"${variable}")
+
+
+def text(value: str) -> str:
+    """An argparse type: text that is not empty. An empty variable in a script must not pass for a flag not given."""
+    if not value:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return value
 
 
 def complain(command: str, message: object) -> None:
     """One line on stderr, however many the message has."""
-    print(f"wsbatch {command}: {' '.join(str(message).split())}", file=sys.stderr)
+    say_error(f"wsbatch {command}", message)
+
+
+def say_error(program: str, message: object) -> None:
+    """The same, from another program than `wsbatch`."""
+    print(f"{program}: {without_controls(' '.join(str(message).split())) or repr(message)}", file=sys.stderr)

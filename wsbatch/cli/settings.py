@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from wsbatch.cli.parsing import text
 from wsbatch.config import Settings
 
 _Config = TypeVar("_Config", bound=Settings)
@@ -30,6 +31,8 @@ def add_settings(parser: argparse.ArgumentParser, config: type[Settings], *, tit
             options["choices"] = spec.metadata["choices"]
         else:
             options["type"], options["metavar"] = _reader(kind)
+            if get_origin(kind) is tuple or spec.metadata["several"]:
+                options["action"] = _Gather
         group.add_argument(_flag(spec.name), **options)
 
 
@@ -65,8 +68,8 @@ def _help(spec: Field[Any], defaults: Mapping[str, Any]) -> str:
         notes.append(f"at least {_number(least)}")
     if default is not None and default != ():  # the text itself says what those mean
         notes.append(f"default: {_shown(default)}")
-    text: str = spec.metadata["help"] + (f" ({'; '.join(notes)})" if notes else "")
-    return text.replace("%", "%%")
+    described: str = spec.metadata["help"] + (f" ({'; '.join(notes)})" if notes else "")
+    return described.replace("%", "%%")
 
 
 def _number(value: float) -> str:
@@ -89,25 +92,52 @@ def _reader(kind: Any) -> tuple[Callable[[str], Any], str]:
     """How a flag's text becomes a value of this type, and what stands for it in the help."""
     if get_origin(kind) is tuple:
         item, metavar = _reader(get_args(kind)[0])
-        return (lambda text: tuple(item(part.strip()) for part in text.split(",") if part.strip())), f"{metavar},…"
+
+        def read(value: str) -> tuple[Any, ...]:
+            parts = [part.strip() for part in value.split(",")]
+            if not all(parts):
+                raise argparse.ArgumentTypeError("must not be empty, nor have an empty part")
+            return tuple(item(part) for part in parts)
+
+        return read, f"{metavar},…"
     if kind is int:
         return whole_number, "N"
     if kind is float:
         return number, "X"
-    return str, "TEXT"
+    return text, "TEXT"
 
 
-def whole_number(text: str) -> int:
+class _Gather(argparse.Action):
+    """A list that is given in several flags is one list."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: str | None = None
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        if before is not None:
+            values = f"{before},{values}" if isinstance(values, str) else before + values
+        setattr(namespace, self.dest, values)
+
+
+def whole_number(value: str) -> int:
     """An argparse type: an int, or an error in words."""
     try:
-        return int(text)
+        return int(value)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        raise argparse.ArgumentTypeError(f"{value!r} is not a whole number") from None
 
 
-def number(text: str) -> float:
+def count(value: str) -> int:
+    """An argparse type: an int of at least 1."""
+    found = whole_number(value)
+    if found < 1:
+        raise argparse.ArgumentTypeError(f"{found} is too low: must be at least 1")
+    return found
+
+
+def number(value: str) -> float:
     """An argparse type: a float, or an error in words."""
     try:
-        return float(text)
+        return float(value)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number") from None

@@ -16,6 +16,7 @@ from typing import Unpack
 
 import trio
 
+from wsbatch.auth import clean_token, without_secrets
 from wsbatch.client.connection import Client, greeting
 from wsbatch.client.dial import open_stream, parse_url, upgrade
 from wsbatch.client.errors import ProtocolError, Refused
@@ -57,7 +58,7 @@ async def connect(
 
     Args:
         url: ws:// or wss://.
-        auth_token: sent as `Authorization: Bearer`.
+        auth_token: sent as `Authorization: Bearer`, without the white space around it.
         ssl_context: for wss; None trusts the system's authorities.
         subprotocol: `wsbatch.v1.msgpack` or `wsbatch.v1.json`.
         connect_timeout_s: for everything up to the hello, on each try.
@@ -78,7 +79,7 @@ async def connect(
                 with trio.fail_after(connect_timeout_s):
                     stream = await open_stream(address, ssl_context)
             except trio.TooSlowError:
-                raise ConnectionLost(f"{url} did not answer within {connect_timeout_s} s") from None
+                raise ConnectionLost(f"{without_secrets(url)} did not answer within {connect_timeout_s} s") from None
             opening = open_client(
                 stream,
                 address.host_header,
@@ -118,7 +119,7 @@ async def open_client(
     """`connect` over a stream that is already there (a socket, an in-memory pair), which it closes."""
     if subprotocol not in CODECS:
         raise ValueError(f"subprotocol must be one of {', '.join(CODECS)}, got {subprotocol!r}")
-    if auth_token is not None and not (auth_token.isascii() and auth_token.isprintable()):
+    if auth_token is not None and not (auth_token := clean_token(auth_token, name="auth_token")).isascii():
         raise ValueError("auth_token must be printable ASCII")
     raised: BaseException | None = None
     async with trio.open_nursery() as nursery:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import trio
 import trio_websocket
 
+from wsbatch.auth import without_secrets
 from wsbatch.client.errors import ProtocolError, refusal_of
 from wsbatch.errors import ConnectionLost
 
@@ -35,9 +36,9 @@ def parse_url(url: str) -> Address:
     """Raises ValueError for what is no ws:// or wss:// address."""
     parts = urlsplit(url)
     if parts.scheme not in ("ws", "wss") or not parts.hostname:
-        raise ValueError(f"url must be ws://host[:port][/path] or wss://…, got {url!r}")
+        raise ValueError(f"url must be ws://host[:port][/path] or wss://…, got {without_secrets(url)!r}")
     if not (parts.path + parts.query).isascii():
-        raise ValueError(f"url must have its path and query percent-encoded, got {url!r}")
+        raise ValueError(f"url must have its path and query percent-encoded, got {without_secrets(url)!r}")
     tls = parts.scheme == "wss"
     port = parts.port if parts.port is not None else 443 if tls else 80
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")

@@ -144,7 +144,7 @@ class EnginePool:
         """See `Engine.submit`. Waits for a replica's answer. Fair shares are the replicas' matter."""
         await trio.lowlevel.checkpoint()
         if (refusal := self.refusal()) is not None:
-            self.metrics.refused.labels(refusal.code).inc()
+            self.metrics.count_refused(refusal.code)
             raise refusal
         sampling = request.sampling
         if sampling.seed is None:
@@ -249,9 +249,9 @@ class EnginePool:
         if isinstance(terminal, Finished):
             self.metrics.observe_finished(terminal)
         elif isinstance(terminal, Failed):
-            self.metrics.refused.labels(terminal.code).inc()
+            self.metrics.count_refused(terminal.code)
         elif route.refusal is not None:
-            self.metrics.refused.labels(route.refusal.code).inc()
+            self.metrics.count_refused(route.refusal.code)
         self._ended.unpark_all()
         self._picture.changed()
 

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
+from wsbatch.auth import without_secrets
 from wsbatch.client import connect
 from wsbatch.client.dial import parse_url
 from wsbatch.config import PoolConfig
@@ -29,7 +30,7 @@ async def open_pool(
     """
     config = config or PoolConfig()
     pool = EnginePool(config)
-    dials = replicas if isinstance(replicas, dict) else {url: dialling(url, auth_token) for url in replicas}
+    dials = replicas if isinstance(replicas, dict) else _by_name(replicas, auth_token)
     for name, dial in dials.items():
         pool.add(name, dial)
     late = False
@@ -49,6 +50,19 @@ async def open_pool(
         raise ConnectionLost(f"none of {', '.join(dials)} was ready within {config.first_replica_s:g} s")
     if raised is not None:
         raise raised
+
+
+def _by_name(urls: Iterable[str], auth_token: str | None) -> dict[str, Dial]:
+    """Named by their URLs, as these may be logged: one that is named as another already is gets a number."""
+    dials: dict[str, Dial] = {}
+    for url in dict.fromkeys(urls):
+        name = shown = without_secrets(url)
+        number = 1
+        while name in dials:
+            number += 1
+            name = f"{shown} ({number})"
+        dials[name] = dialling(url, auth_token)
+    return dials
 
 
 def dialling(url: str, auth_token: str | None = None) -> Dial:

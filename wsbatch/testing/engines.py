@@ -70,7 +70,7 @@ class ScriptedEngine:
         finally:
             self.submitting -= 1
         if (refusal := self.refusal()) is not None:
-            self.metrics.refused.labels(refusal.code).inc()
+            self.metrics.count_refused(refusal.code)
             raise refusal
         stream = Stream(request, on_cancel=lambda stream: self.finish(stream, "cancelled"), on_event=on_event)
         self.live.append(stream)
