@@ -21,11 +21,20 @@ import pytest
 
 from wsbatch.cli.descriptors import OTHER_DESCRIPTORS
 
-WSBATCH = [sys.executable, "-m", "wsbatch"]
+WSBATCH = [sys.executable, "-P", "-m", "wsbatch"]
 # For whatever must happen: never waited out in a run that passes.
 PATIENCE_S = 60
 FOREVER = "simulated:tau_ms=86400000"
 UNHURRIED = "simulated:tau_ms=20"
+
+
+def ipv6_is_there() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -161,7 +170,7 @@ def test_a_reader_that_leaves_is_no_traceback(serve: Callable[..., Server], star
     assert asking.stderr is not None
     asking.stdout.read(1)
     asking.stdout.close()
-    assert asking.wait(PATIENCE_S) == 1
+    assert asking.wait(PATIENCE_S) == 141
     assert asking.stderr.read() == ""
 
 
@@ -191,6 +200,44 @@ def test_a_server_that_cannot_start_says_why(flags: list[str], words: str, start
     assert (status, out) == (2, "")
     assert words in err
     assert err.count("\n") == 1
+
+
+def test_what_nobody_expected_of_a_model_is_one_line_too(start: Start) -> None:
+    program = (
+        "import sys, wsbatch.opening, wsbatch.cli\n"
+        "def load(*arguments):\n"
+        "    raise KeyError('model_type')\n"
+        "wsbatch.opening._load = load\n"
+        "sys.exit(wsbatch.cli.main(['serve', '--log-level', sys.argv[1]]))\n"
+    )
+    process = start("error", program=[sys.executable, "-P", "-c", program])
+    assert rest_of(process) == (2, "", "wsbatch serve: KeyError: 'model_type'\n")
+    _, _, err = rest_of(start("debug", program=[sys.executable, "-P", "-c", program]))
+    assert "in load" in err  # for whoever has to find out
+
+
+def test_a_server_listens_on_every_host(serve: Callable[..., Server]) -> None:
+    server = serve("--host", "127.0.0.1", "--host", "127.0.0.2")
+    assert server.get("/readyz") == "ready\n"
+    assert "127.0.0.2" in line_with(server.process.stderr, "too")
+    with urllib.request.urlopen(f"http://127.0.0.2:{server.port}/readyz", timeout=PATIENCE_S) as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.skipif(not ipv6_is_there(), reason="there is no IPv6 on this machine")
+def test_every_ipv6_address_is_every_ipv4_address_too(start: Start) -> None:
+    process = start("serve", "--model", "simulated", "--port", "0", "--host", "[::]")
+    assert process.stdout is not None
+    port = int(process.stdout.readline().rpartition(":")[2])
+    for host in ("127.0.0.1", "[::1]"):
+        with urllib.request.urlopen(f"http://{host}:{port}/readyz", timeout=PATIENCE_S) as answer:
+            assert answer.status == 200
+
+
+def test_a_host_that_cannot_be_is_named(start: Start) -> None:
+    status, _, err = rest_of(start("serve", "--model", "simulated", "--port", "0", "--host", "127.0.0.1,192.0.2.1"))
+    assert status == 2
+    assert re.search(r"wsbatch serve: cannot listen on 192\.0\.2\.1:\d+: ", err)
 
 
 def test_a_port_in_use_is_one_line(start: Start) -> None:
@@ -287,7 +334,7 @@ def test_a_signal_during_the_load_ends_it(start: Start) -> None:
         "wsbatch.opening._load = load\n"
         "sys.exit(wsbatch.cli.main(['serve']))\n"
     )
-    process = start(program=[sys.executable, "-c", program])
+    process = start(program=[sys.executable, "-P", "-c", program])
     line_with(process.stdout, "loading")
     process.send_signal(signal.SIGTERM)
     status, out, err = rest_of(process)
@@ -319,24 +366,32 @@ def test_a_demo_stays_up(start: Start) -> None:
 
 def test_a_conversation_through_a_pipe(serve: Callable[..., Server], start: Start, tmp_path: Path) -> None:
     server = serve()
-    chat = start("chat", "--url", server.url, "--max-tokens", "8", "--temperature", "0", stdin=subprocess.PIPE)
-    out, err = chat.communicate(
-        f"/system Be brief.\none\n\ntwo\n/save {tmp_path}/talk.json\n/save {tmp_path}/talk.md\n/reset\none\n"
-        f"/save {tmp_path}/fresh.json\n/quit\nnever asked\n",
-        timeout=PATIENCE_S,
-    )
+    flags = ("--url", server.url, "--max-tokens", "8", "--temperature", "0")
+    chat = start("chat", *flags, stdin=subprocess.PIPE)
+    out, err = chat.communicate(f"one\n\none\n/save {tmp_path}/talk\n/quit\n/stop\nlast\n", timeout=PATIENCE_S)
     assert chat.returncode == 0
-    first, second, third = out.splitlines()
-    assert {len(first), len(second), len(third)} == {8}
+    first, second, *rest = out.splitlines()
+    assert [len(line) for line in (first, second, *rest)] == [8] * 6  # a line that begins with / is a message, too
+    assert second != first  # the conversation is sent each time
+    assert not (tmp_path / "talk").exists()
     assert "\x1b" not in out + err
-    assert err.count("tokens/s]") == 3
-    turns = [("system", "Be brief."), ("user", "one"), ("assistant", first), ("user", "two"), ("assistant", second)]
-    saved = json.loads((tmp_path / "talk.json").read_text())
-    assert [(turn["role"], turn["content"]) for turn in saved] == turns
-    assert "**user**\n\ntwo\n" in (tmp_path / "talk.md").read_text()
-    # The conversation was sent each time: forgotten, the same question has the first answer again.
-    assert third == first
-    assert len(json.loads((tmp_path / "fresh.json").read_text())) == 3
+    assert err.count("tokens/s]") == 6
+    alone = start("chat", *flags, "--system", "Be brief.", stdin=subprocess.PIPE)
+    assert alone.communicate("one\n", timeout=PATIENCE_S)[0].strip() != first
+
+
+def test_a_conversation_that_outgrows_the_context_goes_on_without_its_oldest_turns(
+    serve: Callable[..., Server], start: Start
+) -> None:
+    server = serve("--max-model-len", "200")
+    chat = start("chat", "--url", server.url, "--max-tokens", "8", stdin=subprocess.PIPE)
+    lines = [f"question {number}" for number in range(12)]
+    out, err = chat.communicate("".join(f"{line}\n" for line in [*lines, "x" * 200]), timeout=PATIENCE_S)
+    assert [len(line) for line in out.splitlines()] == [8] * 12
+    assert "no longer fit" in err
+    # The last one does not fit by itself: that is an error.
+    assert chat.returncode == 1
+    assert re.match(r"wsbatch chat: .*at most 200", err.splitlines()[-1])
 
 
 def test_an_unanswered_message_ends_a_piped_conversation(serve: Callable[..., Server], start: Start) -> None:
@@ -402,7 +457,7 @@ def terminal() -> Iterator[tuple[Terminal, int]]:
         os.close(theirs)
 
 
-def test_a_conversation_at_a_terminal(serve: Callable[..., Server], start: Start) -> None:
+def test_a_conversation_at_a_terminal(serve: Callable[..., Server], start: Start, tmp_path: Path) -> None:
     server = serve(model=UNHURRIED)
     with terminal() as (person, tty):
         chat = start(
@@ -429,7 +484,20 @@ def test_a_conversation_at_a_terminal(serve: Callable[..., Server], start: Start
         assert "/stop" not in person.until(r"stopped\][^>]*> ")  # not echoed into the answer
         person.type("/system Be brief.\r")
         person.until(r"system message set\][^>]*> ")
+        person.type(f"/save {tmp_path}/talk.json\r")
+        person.until(r"saved to (?s:.*)> ")
+        person.type("/save ~nobody-is-called-that/talk.md\r")
+        person.until(r"no such home directory\][^>]*> ")
+        person.type("/reset\r")
+        person.until(r"forgotten\][^>]*> ")
+        person.type(f"/save {tmp_path}/fresh.md\r")
+        person.until(r"saved to (?s:.*)> ")
         chat.send_signal(signal.SIGINT)
         person.until("to leave.*\n.*> ")
         person.type("\x04")
         assert chat.wait(PATIENCE_S) == 0
+    saved = json.loads((tmp_path / "talk.json").read_text())
+    assert saved[0] == {"role": "system", "content": "Be brief."}
+    assert saved[-2] == {"role": "user", "content": "Again"}
+    assert saved[-1]["role"] == "assistant"
+    assert (tmp_path / "fresh.md").read_text() == "**system**\n\nBe brief.\n"

@@ -133,11 +133,12 @@ async def test_a_cut_answer_goes_on_where_it_stopped(
     assert server.requests[1].sampling.seed == ACCEPTED.seed  # else the rest would be of another run
 
 
-async def test_an_answer_that_lacks_only_its_end_is_complete(autojump_clock: trio.testing.MockClock) -> None:
-    # Asking for the rest would be refused: there is none.
-    server = Server([[ACCEPTED, tokens(0, 65, 66), ConnectionLost("gone")]])
-    assert (await ask(server, max_tokens=2))[0] == "AB"
-    assert len(server.requests) == 1
+async def test_an_answer_that_lacks_only_its_end_gets_what_was_held_back(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    server = Server([[ACCEPTED, tokens(0, 65, 66), ConnectionLost("gone")], [ACCEPTED, finished("length", text="!")]])
+    assert (await ask(server, max_tokens=2))[0] == "AB!"
+    assert server.requests[1].resume_token_ids == (65, 66)
 
 
 async def test_another_model_does_not_go_on_with_it(autojump_clock: trio.testing.MockClock) -> None:

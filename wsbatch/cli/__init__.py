@@ -1,10 +1,11 @@
-"""The command line. Only here: trio.run, signals, logging set-up, sys.setswitchinterval."""
+"""The command line. Only here: trio.run, signals, logging set-up, the standard streams, sys.setswitchinterval."""
 
 from collections.abc import Sequence
 
 from wsbatch import __version__
 from wsbatch.cli import chat, demo, generate, route, serve, top
 from wsbatch.cli.parsing import Parser, help_format
+from wsbatch.cli.streams import run_command
 
 _EPILOG = """\
 start here:
@@ -20,6 +21,10 @@ start here:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` (default: sys.argv) names; returns the exit status. Bad usage exits with 2."""
+    return run_command("wsbatch", lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = Parser(
         prog="wsbatch",
         description="An LLM inference server that streams tokens over WebSockets, batching everybody's requests.",
@@ -31,8 +36,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (serve, demo, generate, chat, top, route):
         command.add_command(commands)
     arguments = parser.parse_args(argv)
-    try:
-        status: int = arguments.run(arguments)
-    except KeyboardInterrupt:
-        return 130
+    status: int = arguments.run(arguments)
     return status

@@ -18,14 +18,16 @@ from wsbatch.cli.asking import (
     sampling_of,
 )
 from wsbatch.cli.lines import PROMPT, STOP, Lines, TypedLines, terminal_restored, typed_so_far
-from wsbatch.cli.link import Link
-from wsbatch.cli.output import Pace, reader_is_gone
-from wsbatch.cli.parsing import Commands, add_parser, complain
+from wsbatch.cli.link import Link, Tell
+from wsbatch.cli.output import Pace, while_read
+from wsbatch.cli.parsing import Commands, add_parser, complain, text
 from wsbatch.cli.screen import Screen, make_screen
-from wsbatch.errors import WsbatchError
+from wsbatch.cli.streams import INTERRUPTED, UNREAD, OutputLost
+from wsbatch.errors import NeverFits, TooLarge, WsbatchError
 from wsbatch.messages import ChatMessage, Event, Finished, GenerateRequest, SamplingParams, Tokens
+from wsbatch.wire.fields import WireLimits
 
-_INTERRUPTED = 130
+_MOST_MESSAGES = WireLimits().max_messages
 
 _COMMANDS = f"""\
   /system TEXT   instruct the model, from the next answer on; without TEXT: no longer
@@ -36,15 +38,18 @@ _COMMANDS = f"""\
   /quit          leave (so does Ctrl-D)"""
 
 _DESCRIPTION = """\
-Talk to the model of a running server. It is sent the whole conversation each time.
+Talk to the model of a running server. It is sent the whole conversation each time; where that
+no longer fits the model's context, without the oldest questions and their answers, as many as it
+takes. The system message stays.
 
 On a terminal, answers are shown as Markdown while they stream, and the prompt has history and
-line editing. In a pipe, each line of stdin is a message, stdout gets the answers as plain text,
-and everything else goes to stderr. A lost connection is made again, and the answer goes on.
+line editing. In a pipe, each line of stdin is a message, one that begins with `/` too; stdout gets
+the answers as plain text, and everything else goes to stderr. A lost connection is made again,
+and the answer goes on.
 """
 
 _EPILOG = f"""\
-in the conversation:
+in the conversation, on a terminal:
 {_COMMANDS}
 
 examples:
@@ -52,7 +57,8 @@ examples:
   wsbatch chat --url wss://host --system "Answer in one sentence."
   wsbatch chat < questions.txt > answers.txt          one question a line
 
-exit statuses: 0 done; 1 an error, in one line on stderr; 2 bad usage; {_INTERRUPTED} Ctrl-C
+exit statuses: 0 done; 1 an error, in one line on stderr; 2 bad usage; {INTERRUPTED} Ctrl-C;
+{UNREAD} nobody reads stdout any more
 """
 
 
@@ -61,7 +67,7 @@ def add_command(commands: Commands) -> None:
     parser = add_parser(
         commands, "chat", help="talk to the model of a running server", description=_DESCRIPTION, epilog=_EPILOG
     )
-    parser.add_argument("--system", metavar="TEXT", help="instructions to the model")
+    parser.add_argument("--system", type=text, metavar="TEXT", help="instructions to the model")
     parser.add_argument("--plain", action="store_true", help="no Markdown, no colours")
     add_connection_flags(parser)
     add_sampling_flags(parser, SamplingParams(max_tokens=512, temperature=0.5, top_p=0.9))
@@ -73,9 +79,6 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with terminal_restored():
             return trio.run(_chat, arguments)
-    except BrokenPipeError:
-        reader_is_gone()
-        return 1
     except (WsbatchError, OSError) as error:
         complain("chat", error)
         return 1
@@ -93,8 +96,9 @@ async def _chat(arguments: argparse.Namespace) -> int:
         chat = Chat(link, screen, sampling_of(arguments), system=arguments.system)
         try:
             with on_interrupt(chat.interrupt):
-                status = await chat.run()
-        except (WsbatchError, OSError, ValueError) as error:  # raised in here, it would come out in a group
+                async with while_read():
+                    status = await chat.run()
+        except (WsbatchError, OSError, ValueError, OutputLost) as error:  # in here, it would come out in a group
             raised = error
         link.drop()
     if raised is not None:
@@ -117,7 +121,8 @@ class Chat:
         self._screen = screen
         self._sampling = sampling
         self._system = system
-        self._turns: list[ChatMessage] = []
+        self._turns: list[ChatMessage] = []  # a question, its answer, and so on
+        self._left_out = 0  # of them, the oldest: the model is not sent those any more
         self._typed = sys.stdin.isatty() and sys.stdout.isatty()
         self._lines = TypedLines() if self._typed else Lines()
         self._whole = trio.CancelScope()
@@ -134,11 +139,11 @@ class Chat:
                 self._warned = False
                 if not line:
                     continue
-                if not line.startswith("/"):
+                if not (self._typed and line.startswith("/")):
                     await self._ask(line)
                 elif not self._obey(*line.partition(" ")[::2]):
                     break
-        return _INTERRUPTED if self._whole.cancelled_caught else 0
+        return INTERRUPTED if self._whole.cancelled_caught else 0
 
     def interrupt(self) -> None:
         """Ctrl-C: stop the answer; where there is none, leave, at a prompt only when it comes twice."""
@@ -163,12 +168,13 @@ class Chat:
                 self._screen.note(f"commands:\n{_COMMANDS}\n")
             case "/reset":
                 self._turns.clear()
+                self._left_out = 0
                 self._screen.note("the conversation is forgotten")
             case "/system":
                 self._system = rest or None
                 self._screen.note("system message set" if rest else "no system message")
             case "/save" if rest:
-                self._save(Path(rest).expanduser())
+                self._save(rest)
             case "/save":
                 self._screen.note("/save needs a file's name")
             case "/stop":
@@ -177,25 +183,28 @@ class Chat:
                 self._screen.note(f"there is no {command}; /help lists what there is")
         return True
 
-    def _messages(self) -> list[ChatMessage]:
-        return [*([ChatMessage("system", self._system)] if self._system else []), *self._turns]
+    def _messages(self, *, first: int = 0) -> list[ChatMessage]:
+        """The system message, and the conversation from its turn `first` on."""
+        return [*([ChatMessage("system", self._system)] if self._system else []), *self._turns[first:]]
 
-    def _save(self, path: Path) -> None:
-        if path.suffix == ".json":
+    def _save(self, name: str) -> None:
+        if name.endswith(".json"):
             turns = [{"role": turn.role, "content": turn.content} for turn in self._messages()]
-            text = json.dumps(turns, ensure_ascii=False, indent=2) + "\n"
+            content = json.dumps(turns, ensure_ascii=False, indent=2) + "\n"
         else:
-            text = "\n".join(f"**{turn.role}**\n\n{turn.content}\n" for turn in self._messages())
+            content = "\n".join(f"**{turn.role}**\n\n{turn.content}\n" for turn in self._messages())
         try:
-            path.write_text(text, encoding="utf-8")
+            path = Path(name).expanduser()
+            path.write_text(content, encoding="utf-8")
         except OSError as error:
-            self._screen.note(f"cannot write {path}: {error.strerror}")
+            self._screen.note(f"cannot write {name}: {error.strerror}")
+        except RuntimeError:  # of expanduser
+            self._screen.note(f"cannot write {name}: there is no such home directory")
         else:
             self._screen.note(f"saved to {path}")
 
     async def _ask(self, line: str) -> None:
         question = ChatMessage("user", line)
-        request = GenerateRequest(messages=(*self._messages(), question), sampling=self._sampling)
         answer: list[str] = []
         pace = Pace()
 
@@ -209,7 +218,7 @@ class Chat:
         stopped = False
         self._screen.begin()
         try:
-            stopped = await self._until_stopped(partial(self._link.ask, request, tell))
+            stopped = await self._until_stopped(partial(self._ask_what_fits, question, tell, answer))
         except WsbatchError as error:
             if not self._typed:
                 raise
@@ -223,13 +232,36 @@ class Chat:
             self._turns += [question, ChatMessage("assistant", "".join(answer))]
         self._screen.note(f"{pace}, stopped" if stopped else str(pace))
 
+    async def _ask_what_fits(self, question: ChatMessage, tell: Tell, answer: list[str]) -> None:
+        """Ask with as much of the conversation as the server takes. `answer` is what has come of an answer.
+
+        Raises what `Link.ask` raises: NeverFits or TooLarge where not even the question fits.
+        """
+        left_out = self._left_out
+        while True:
+            messages = (*self._messages(first=self._left_out), question)
+            try:
+                if len(messages) > _MOST_MESSAGES and self._left_out < len(self._turns):
+                    raise TooLarge(f"over {_MOST_MESSAGES} messages")
+                await self._link.ask(GenerateRequest(messages=messages, sampling=self._sampling), tell)
+                break
+            except (NeverFits, TooLarge):
+                if answer or self._left_out == len(self._turns):
+                    raise
+                self._left_out += 2
+        if self._left_out > left_out:
+            self._screen.note(
+                f"the oldest {self._left_out} messages no longer fit: the model is not sent them any more"
+            )
+
     async def _until_stopped(self, ask: Callable[[], Awaitable[None]]) -> bool:
         """Wait for the answer, or for Ctrl-C or /stop; whether it was those. Raises what `ask` raises, as it is."""
         failure: Exception | None = None
         stopped = True
         async with trio.open_nursery() as nursery:
             self._answering = nursery.cancel_scope
-            nursery.start_soon(self._lines.watch, nursery.cancel_scope.cancel)
+            if self._typed:
+                nursery.start_soon(self._lines.watch, nursery.cancel_scope.cancel)
             try:
                 await ask()
                 stopped = False

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import trio
 
 from wsbatch.cli.hosting import CANNOT_START, host, set_up_logging
-from wsbatch.cli.output import write, write_text
-from wsbatch.cli.parsing import Commands, add_parser, complain
+from wsbatch.cli.output import while_read, write, write_text
+from wsbatch.cli.parsing import Commands, add_parser, complain, text
 from wsbatch.cli.settings import read_settings, whole_number
 from wsbatch.client import connect
 from wsbatch.config import EngineConfig, ServerConfig
@@ -45,11 +45,15 @@ def add_command(commands: Commands) -> None:
         epilog=_EPILOG,
     )
     parser.add_argument("--once", action="store_true", help="exit after the answer")
-    parser.add_argument("--prompt", default=_PROMPT, metavar="TEXT", help="what to ask (default: %(default)s)")
+    parser.add_argument(
+        "--prompt", type=text, default=_PROMPT, metavar="TEXT", help="what to ask (default: %(default)s)"
+    )
     parser.add_argument(
         "--max-tokens", type=whole_number, default=128, metavar="N", help="of the answer (default: %(default)s)"
     )
-    parser.add_argument("--model", default="demo", metavar="TEXT", help="another model, as `wsbatch serve` takes it")
+    parser.add_argument(
+        "--model", type=text, default="demo", metavar="TEXT", help="another model, as `wsbatch serve` takes it"
+    )
     parser.add_argument(
         "--port", type=whole_number, default=0, metavar="N", help="port to listen on (default: 0, a free one)"
     )
@@ -78,7 +82,11 @@ class _Demo:
         self._max_tokens: int = arguments.max_tokens
 
     async def show(self, server: "Server") -> None:
-        """The server's only visitor so far: ask, print the answer, say how to go on."""
+        """The server's only visitor so far: ask, print the answer, say how to go on. Raises OutputLost."""
+        async with while_read():
+            await self._show(server)
+
+    async def _show(self, server: "Server") -> None:
         request = GenerateRequest(
             messages=(ChatMessage("user", self._prompt),), sampling=SamplingParams(max_tokens=self._max_tokens)
         )

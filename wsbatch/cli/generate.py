@@ -13,15 +13,15 @@ from wsbatch.cli.asking import (
     on_interrupt,
     sampling_of,
 )
-from wsbatch.cli.output import reader_is_gone, write, write_text
+from wsbatch.cli.output import while_read, write_json, write_text
 from wsbatch.cli.parsing import Commands, add_parser, complain
+from wsbatch.cli.streams import INTERRUPTED, UNREAD, read_stdin
 from wsbatch.client import TokenStream
 from wsbatch.errors import Draining, RequestError, WsbatchError
 from wsbatch.messages import ChatMessage, Failed, GenerateRequest, SamplingParams, ServerMessage
 from wsbatch.wire import JSON
 
 _RETRIES = 5
-_INTERRUPTED = 130
 
 _DESCRIPTION = """\
 Send one prompt to a running server and write the text to stdout as it arrives.
@@ -38,7 +38,8 @@ examples:
   cat notes.txt | wsbatch generate -                  the prompt from stdin
   wsbatch generate --json "Hi" | jq -r .type          the server's frames, one JSON map a line
 
-exit statuses: 0 done; 1 an error, in one line on stderr; 2 bad usage; {_INTERRUPTED} Ctrl-C
+exit statuses: 0 done; 1 an error, in one line on stderr; 2 bad usage; {INTERRUPTED} Ctrl-C;
+{UNREAD} nobody reads stdout any more
 """
 
 
@@ -62,11 +63,8 @@ def add_command(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Ask and print; the exit status."""
     try:
-        prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+        prompt = read_stdin() if arguments.prompt == "-" else arguments.prompt
         return trio.run(_generate, arguments, prompt)
-    except BrokenPipeError:
-        reader_is_gone()
-        return 1
     except (WsbatchError, OSError) as error:
         complain("generate", error)
         return 1
@@ -83,12 +81,12 @@ async def _generate(arguments: argparse.Namespace, prompt: str) -> int:
         else GenerateRequest(prompt=prompt, sampling=sampling)
     )
     with trio.CancelScope() as scope, on_interrupt(scope.cancel):
-        async with dial(arguments, retries=_RETRIES) as client:
+        async with while_read(), dial(arguments, retries=_RETRIES) as client:
             if arguments.json:
                 await _write_frame(client.hello)
             async with client.generate(request, retries=_RETRIES) as stream:
                 await (_print_frames(stream) if arguments.json else _print_text(stream))
-    return _INTERRUPTED if scope.cancelled_caught else 0
+    return INTERRUPTED if scope.cancelled_caught else 0
 
 
 async def _print_text(stream: TokenStream) -> None:
@@ -109,4 +107,4 @@ async def _print_frames(stream: TokenStream) -> None:
 
 
 async def _write_frame(message: ServerMessage) -> None:
-    await write(f"{JSON.encode_server(message)!s}\n")
+    await write_json(str(JSON.encode_server(message)))

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 import trio
 
 from wsbatch.cli.descriptors import allow_connections
+from wsbatch.cli.logs import LineFormatter
 from wsbatch.cli.parsing import complain
 from wsbatch.cli.progress import LoadProgress, load_progress
 from wsbatch.cli.settings import in_flags
+from wsbatch.cli.streams import OutputLost
 from wsbatch.config import EngineConfig, ServerConfig
-from wsbatch.errors import ConnectionLost, EngineDead
+from wsbatch.errors import EngineDead, WsbatchError
 
 if TYPE_CHECKING:
     from wsbatch.engine import Engine
@@ -55,8 +57,26 @@ Opening: TypeAlias = Callable[[], AbstractAsyncContextManager["Engine"]]
 
 def set_up_logging(level: str) -> None:
     """Log to stderr: this package from `level` on, what it stands on from warnings on."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("wsbatch").setLevel(level.upper())
+
+
+def say_where(server: "Server") -> None:
+    """Say on stdout where the server listens. A stdout that takes nothing is no reason not to serve."""
+    try:
+        print(f"listening on {server.url}", flush=True)
+    except OutputLost as error:
+        LOG.warning("%s: it listens on %s", error, server.url)
+    for url in server.urls[1:]:
+        LOG.info("listening on %s, too", url)
+
+
+async def announce(server: "Server") -> None:
+    """A visit that says where the server listens, and stays."""
+    say_where(server)
+    await trio.sleep_forever()
 
 
 def host(command: str, engine_config: EngineConfig, server_config: ServerConfig, *, visit: Visit) -> int:
@@ -126,10 +146,12 @@ class _Hosting:
                     trio.lowlevel.spawn_system_task(_leave_after_last_step, self._leave_by_s)
             except EngineDead:
                 return ENGINE_DIED
-            except (OSError, ValueError, ModuleNotFoundError, ConnectionLost) as error:
+            except Exception as error:
                 if self._server is not None:
                     raise
-                raise _CannotStart(error) from error
+                # Whatever a model's files make the libraries raise is one line; --log-level debug says where from.
+                LOG.debug("cannot start", exc_info=True)
+                raise _CannotStart(_in_words(error)) from error
         LOG.info("stopped")
         return STOPPED
 
@@ -140,7 +162,7 @@ class _Hosting:
             try:
                 self._server = await nursery.start(self._serve_to_end, engine, nursery.cancel_scope)
             except OSError as error:
-                where = f"{self._server_config.host}:{self._server_config.port}"
+                where = error.filename or f"{self._server_config.host}:{self._server_config.port}"
                 failure = _CannotStart(f"cannot listen on {where}: {error.strerror or error}")
             except ValueError as error:
                 failure = _CannotStart(error)
@@ -185,7 +207,8 @@ class _Hosting:
         def handle(number: int, frame: FrameType | None) -> None:
             nonlocal signalled
             if signalled:
-                os.write(2, b"a second signal: ending at once\n")
+                with suppress(OSError):
+                    os.write(2, b"a second signal: ending at once\n")
                 os._exit(FORCED)
             signalled = True
             with suppress(trio.RunFinishedError):
@@ -209,6 +232,13 @@ class _Hosting:
             self._progress.close()
 
 
+def _in_words(error: Exception) -> str:
+    """What an expected error says of itself; of another one its name as well: `'model_type'` alone says nothing."""
+    if isinstance(error, OSError | ValueError | ModuleNotFoundError | WsbatchError | _CannotStart):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
 def _facts(engine: "Engine") -> str:
     info = engine.info
     return f"{info.name} in {info.dtype} on {info.device}, {info.max_model_len} tokens of context"
@@ -225,6 +255,6 @@ def _leave(status: int) -> NoReturn:
     """End the process now, its threads too; what was logged and printed is out first."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, OutputLost):
             stream.flush()
     os._exit(status)

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 
+from wsbatch.cli.printing import without_controls
 from wsbatch.messages import BatchSnapshot
 
 IDLE = "idle"
@@ -80,7 +81,7 @@ def _longest(times_ms: dict[str, float], cell_ms: float) -> str:
 def numbers(snapshot: BatchSnapshot) -> Sequence[tuple[str, str]]:
     """Names and values of what stands above the lanes."""
     return (
-        ("scheduler", snapshot.scheduler),
+        ("scheduler", without_controls(" ".join(snapshot.scheduler.split()))),
         ("running", f"{snapshot.running}/{snapshot.slots}"),
         ("waiting", str(snapshot.queue_depth)),
         ("tokens/s", f"{snapshot.tokens_per_s:.1f}"),

@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 
 import trio
 
+from wsbatch.cli.streams import unreadable
+
 STOP = "/stop"
 PROMPT = "> "
 
@@ -42,19 +44,24 @@ class Lines:
         await trio.sleep_forever()
 
     async def _read(self) -> None:
-        if os.name == "posix":
-            # Rather than a thread, which would go on reading, and lose the line, after this was cancelled.
-            with suppress(PermissionError):  # from epoll: a file is always ready
-                await trio.lowlevel.wait_readable(self._descriptor)
-            data = os.read(self._descriptor, _READ_BYTES)
-        else:
-            data = await trio.to_thread.run_sync(os.read, self._descriptor, _READ_BYTES, abandon_on_cancel=True)
+        try:
+            data = await self._receive()
+        except OSError as error:
+            raise unreadable(error) from error
         *whole, self._partial = (self._partial + data).split(b"\n")
         if not data:
             self._at_end = True
             if self._partial:
                 whole.append(self._partial)
         self._ahead += [line.decode(sys.stdin.encoding, "replace").strip() for line in whole]
+
+    async def _receive(self) -> bytes:
+        if os.name != "posix":
+            return await trio.to_thread.run_sync(os.read, self._descriptor, _READ_BYTES, abandon_on_cancel=True)
+        # Rather than a thread, which would go on reading, and lose the line, after this was cancelled.
+        with suppress(PermissionError):  # from epoll: a file is always ready
+            await trio.lowlevel.wait_readable(self._descriptor)
+        return os.read(self._descriptor, _READ_BYTES)
 
 
 class TypedLines(Lines):

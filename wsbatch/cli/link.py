@@ -91,7 +91,10 @@ class Link:
 
 
 class _Answer:
-    """How far an answer has come, and what to ask for the rest of it."""
+    """How far an answer has come, and what to ask for the rest of it.
+
+    Only `finished` ends it: where every token is there, it may still bring text that was held back.
+    """
 
     def __init__(self, request: GenerateRequest) -> None:
         self.complete = False
@@ -106,7 +109,6 @@ class _Answer:
                 self._seed = event.seed
             case Tokens():
                 self._token_ids += event.token_ids
-                self.complete = len(self._token_ids) >= self._request.sampling.most_tokens
             case Finished():
                 self.complete = True
 

@@ -1,44 +1,68 @@
 """Text on its way to stdout, and how fast it came."""
 
+import errno
 import os
 import sys
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import trio
 
+from wsbatch.cli.printing import printable, printable_json
+from wsbatch.cli.streams import OutputLost, has_reader, write_whole
 from wsbatch.client import TokenStream
 from wsbatch.messages import Event, Finished, Tokens
 
+# Between two looks at whether anybody reads stdout.
+_LOOK_S = 0.5
+
 
 async def write(text: str) -> None:
-    """Write to stdout without holding up the event loop: a reader that pauses (a pager) must not cost the connection.
-
-    Raises BrokenPipeError once nobody reads.
+    """Write text to stdout without holding up the event loop: a reader that pauses (a pager) must not cost the
+    connection. A terminal gets it without control characters. Raises OutputLost.
     """
+    await _write(printable(text).encode(sys.stdout.encoding, "replace"))
+
+
+async def write_json(line: str) -> None:
+    """Write a line of JSON to stdout; see `write`. What the stream cannot hold is escaped, and not lost."""
+    encoding = sys.stdout.encoding
+    await _write(printable_json(line + "\n", encoding).encode(encoding))
+
+
+async def _write(data: bytes) -> None:
     # Not through sys.stdout: a thread that is blocked in there, and abandoned, would hold a lock that the interpreter
     # needs at its end.
-    data = text.encode(sys.stdout.encoding, "replace")
-    await trio.to_thread.run_sync(_write_all, sys.stdout.fileno(), data, abandon_on_cancel=True)
+    try:
+        await trio.to_thread.run_sync(write_whole, sys.stdout.fileno(), data, abandon_on_cancel=True)
+    except OSError as error:
+        raise OutputLost(error) from error
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+@asynccontextmanager
+async def while_read() -> AsyncIterator[None]:
+    """Run the block while somebody reads stdout; raises OutputLost once nobody does, also where nothing is written."""
+    unread = False
+    raised: Exception | None = None
 
+    async def look() -> None:
+        nonlocal unread
+        while has_reader(sys.stdout.fileno()):  # noqa: ASYNC110 - nothing tells when it changes
+            await trio.sleep(_LOOK_S)
+        unread = True
+        nursery.cancel_scope.cancel()
 
-# All controls but tab and newline: a model that writes escape codes must not operate the reader's terminal.
-_CONTROLS = dict.fromkeys([*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0)], "\ufffd")
-
-
-def printable(text: str) -> str:
-    """The text as a terminal may be shown it; untouched where stdout is none."""
-    return text.translate(_CONTROLS) if sys.stdout.isatty() else text
-
-
-def reader_is_gone() -> None:
-    """After BrokenPipeError: keep the interpreter's last flush from failing, too."""
-    with suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(look)
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - raised below: in here, it would come out in a group
+            raised = error
+        nursery.cancel_scope.cancel()
+    if raised is not None:
+        raise raised
+    if unread:
+        raise OutputLost(BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)))
 
 
 class Pace:
@@ -84,7 +108,7 @@ async def write_text(stream: TokenStream, *, end_line: bool) -> tuple[Finished, 
         pace.note(event)
         if isinstance(event, Tokens | Finished) and event.text:
             text = event.text
-            await write(printable(text))
+            await write(text)
     assert isinstance(event, Finished)
     if end_line and not text.endswith("\n"):
         await write("\n")

@@ -5,7 +5,8 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
-from wsbatch.cli.output import printable, write
+from wsbatch.cli.output import write
+from wsbatch.cli.printing import printable, without_controls
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -56,7 +57,7 @@ class PlainScreen:
     async def add(self, text: str) -> None:
         if text:
             self._last = text
-            await write(printable(text))
+            await write(text)
 
     async def end(self) -> None:
         if not self._last.endswith("\n"):
@@ -64,7 +65,7 @@ class PlainScreen:
             await write("\n")
 
     def note(self, text: str) -> None:
-        print(f"[{text}]", file=sys.stderr, flush=True)
+        print(f"[{without_controls(text)}]", file=sys.stderr, flush=True)
 
 
 class MarkdownScreen:
@@ -100,7 +101,7 @@ class MarkdownScreen:
     def note(self, text: str) -> None:
         from rich.text import Text
 
-        self._console.print(Text(f"[{text}]", style="dim"))
+        self._console.print(Text(f"[{without_controls(text)}]", style="dim"))
 
     def _print(self, block: str) -> None:
         from rich.markdown import Markdown

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from wsbatch.cli.hosting import CANNOT_START, EXIT_STATUSES, LOG, host, host_engine, set_up_logging
-from wsbatch.cli.parsing import TOKEN_VARIABLE, Commands, add_parser, complain, token_from_environment
+from wsbatch.cli.hosting import CANNOT_START, EXIT_STATUSES, LOG, announce, host, host_engine, say_where, set_up_logging
+from wsbatch.cli.parsing import TOKEN_VARIABLE, Commands, add_parser, complain, text, token_from_environment
 from wsbatch.cli.settings import ROUTER_DEFAULTS, add_settings, read_settings
 from wsbatch.config import EngineConfig, FleetConfig, PoolConfig, ServerConfig
 from wsbatch.errors import WsbatchError
@@ -58,6 +58,7 @@ def add_command(commands: Commands) -> None:
     add_settings(parser, ServerConfig, title="server")
     parser.add_argument(
         "--ray",
+        type=text,
         metavar="ADDRESS",
         help="run replicas on this Ray cluster; `auto`: one that runs here; `local`: start one on 127.0.0.1",
     )
@@ -98,12 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         replicas = _Replicas(opening)
         return host_engine("serve", replicas.open, server_config, visit=replicas.command)
-    return host("serve", engine_config, server_config, visit=_announce)
-
-
-async def _announce(server: "Server") -> None:
-    print(f"listening on {server.url}", flush=True)
-    await trio.sleep_forever()
+    return host("serve", engine_config, server_config, visit=announce)
 
 
 class _Replicas:
@@ -123,7 +119,7 @@ class _Replicas:
         """SIGHUP replaces them; SIGTTIN and SIGTTOU, as for other servers, mean one more and one less."""
         fleet = self._fleet
         with trio.open_signal_receiver(signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU) as signals:
-            print(f"listening on {server.url}", flush=True)
+            say_where(server)
             async for number in signals:
                 try:
                     if number == signal.SIGHUP:

@@ -10,9 +10,12 @@ import trio
 
 from wsbatch.cli.asking import DEFAULT_URL, add_connection_flags, dial, on_interrupt
 from wsbatch.cli.lanes import GLYPHS, Strips, numbers
-from wsbatch.cli.output import reader_is_gone, write
-from wsbatch.cli.parsing import Commands, add_parser, complain
-from wsbatch.cli.settings import whole_number
+from wsbatch.cli.output import while_read, write
+from wsbatch.cli.parsing import Commands, add_parser, complain, text
+from wsbatch.cli.printing import without_controls
+from wsbatch.cli.settings import count
+from wsbatch.cli.streams import UNREAD
+from wsbatch.client import BatchWatch
 from wsbatch.errors import ConnectionLost, WsbatchError
 from wsbatch.messages import BatchSnapshot
 
@@ -39,7 +42,8 @@ examples:
 In the lanes: {GLYPHS["prefill"]} prefill, {GLYPHS["decode"]} decode, {GLYPHS["kept"]} finished but kept by its batch,
 {GLYPHS["held"]} held without a part in the step; blank is idle.
 
-exit statuses: 0 ended by Ctrl-C or --count; 1 an error, in one line on stderr; 2 bad usage
+exit statuses: 0 ended by Ctrl-C or --count; 1 an error, in one line on stderr; 2 bad usage;
+{UNREAD} nobody reads stdout any more
 """
 
 
@@ -48,11 +52,9 @@ def add_command(commands: Commands) -> None:
     parser = add_parser(
         commands, "top", help="watch a running server's batch", description=_DESCRIPTION, epilog=_EPILOG
     )
-    parser.add_argument("address", nargs="?", metavar="URL", help="the server's address; the same as --url")
+    parser.add_argument("address", type=text, nargs="?", metavar="URL", help="the server's address; the same as --url")
     parser.add_argument("--plain", action="store_true", help="lines of numbers, in a terminal too")
-    parser.add_argument(
-        "--count", type=whole_number, metavar="N", help="end after N snapshots; in a pipe, after N lines"
-    )
+    parser.add_argument("--count", type=count, metavar="N", help="end after N snapshots; in a pipe, after N lines")
     add_connection_flags(parser)
     parser.set_defaults(run=run)
 
@@ -63,9 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with _view(plain=arguments.plain or not sys.stdout.isatty()) as view:
             trio.run(_watch, arguments, view)
-    except BrokenPipeError:
-        reader_is_gone()
-        return 1
     except (WsbatchError, OSError) as error:
         complain("top", error)
         return 1
@@ -92,25 +91,32 @@ async def _watch(arguments: argparse.Namespace, view: _View) -> None:
     left: int | None = arguments.count
     connected = False
     with trio.CancelScope() as scope, on_interrupt(scope.cancel):
-        while True:
-            try:
-                async with dial(arguments) as client, client.watch() as watch:
-                    connected = True
-                    show_at_s = trio.current_time()
-                    async for snapshot in watch:
-                        view.take(snapshot)
-                        if trio.current_time() < show_at_s:
-                            continue
-                        show_at_s = trio.current_time() + view.interval_s
-                        await view.show()
-                        left = None if left is None else left - 1
-                        if left == 0:
-                            return
-            except ConnectionLost as error:
-                if not connected:
-                    raise
-                view.lost(error)
-                await trio.sleep(_RETRY_S)
+        async with while_read():
+            while left != 0:
+                try:
+                    async with dial(arguments) as client, client.watch() as watch:
+                        connected = True
+                        left = await _show(watch, view, left)
+                except ConnectionLost as error:
+                    if not connected:
+                        raise
+                    view.lost(error)
+                    await trio.sleep(_RETRY_S)
+
+
+async def _show(watch: BatchWatch, view: _View, left: int | None) -> int | None:
+    """Show the snapshots until `left` of them were shown; how many are left then. Raises ConnectionLost."""
+    show_at_s = trio.current_time()
+    async for snapshot in watch:
+        view.take(snapshot)
+        if trio.current_time() < show_at_s:
+            continue
+        show_at_s = trio.current_time() + view.interval_s
+        await view.show()
+        left = None if left is None else left - 1
+        if left == 0:
+            break
+    return left
 
 
 @contextmanager
@@ -174,7 +180,7 @@ class _Picture:
         self._live.update(self._drawn(), refresh=True)
 
     def lost(self, error: ConnectionLost) -> None:
-        self._note = f"{error}; trying again"
+        self._note = without_controls(f"{error}; trying again")
         self._strips = Strips()
         self._live.update(self._drawn(), refresh=True)
 

@@ -1,10 +1,11 @@
 """`wsbatch-bench`: the command line."""
 
-import os
 import sys
 from collections.abc import Sequence
 
 from wsbatch.cli.parsing import Parser, help_format
+from wsbatch.cli.streams import run_command
+from wsbatch.processes import keep_working_directory_off_paths
 from wsbatch_bench.cli import (
     calibrate,
     choose,
@@ -33,6 +34,11 @@ which setting meets a stated SLO.
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exits with the command's status."""
+    keep_working_directory_off_paths()
+    sys.exit(run_command("wsbatch-bench", lambda: _run(argv)))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = Parser(prog="wsbatch-bench", description=_DESCRIPTION, formatter_class=help_format)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in (
@@ -56,12 +62,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     ):
         command.add_command(commands)
     arguments = parser.parse_args(argv)
-    try:
-        status = arguments.run(arguments)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        status = 130
-    except BrokenPipeError:  # `| head` has seen enough; what is still buffered must not raise once more at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 141
-    sys.exit(status)
+    status: int = arguments.run(arguments)
+    return status

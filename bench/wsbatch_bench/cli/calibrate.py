@@ -1,9 +1,8 @@
 """`wsbatch-bench calibrate`: what this client can take."""
 
 import argparse
-import sys
 
-from wsbatch.cli.parsing import Commands, add_parser
+from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch_bench.calibration import SHARE, calibrate
 
 _DESCRIPTION = """\
@@ -30,7 +29,7 @@ def run(_: argparse.Namespace) -> int:
     try:
         measured = calibrate()
     except RuntimeError as error:
-        print(f"wsbatch-bench calibrate: {error}", file=sys.stderr)
+        say_error("wsbatch-bench calibrate", error)
         return 1
     path = measured.save()
     print(

@@ -1,11 +1,10 @@
 """`wsbatch-bench choose`: a setting for an SLO."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wsbatch.cli.parsing import Commands, add_parser
+from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch_bench.choose import choose, refine
 from wsbatch_bench.costs import parse_costs_json
 from wsbatch_bench.html_report import choice_lines
@@ -55,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         slo = parse_slo(arguments.slo)
         document = read_sweep(arguments.sweep)
     except (ValueError, OSError) as error:
-        print(f"wsbatch-bench choose: {error}", file=sys.stderr)
+        say_error("wsbatch-bench choose", error)
         return 2
     if arguments.refine:
         cells = refine(document.cells, slo, _sweep(document, arguments.sweep).measure, rounds=arguments.refine)

@@ -2,11 +2,10 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from wsbatch.cli.parsing import Commands, add_parser
+from wsbatch.cli.parsing import Commands, add_parser, say_error
 
 _DESCRIPTION = """\
 Print the results that `load --save-result` wrote as one table (Markdown), for servers that were
@@ -44,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         results = [(path.stem, json.loads(path.read_text())) for path in arguments.results]
         print("\n".join(table(results)))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        print(f"wsbatch-bench compare: {error!r}", file=sys.stderr)
+        say_error("wsbatch-bench compare", repr(error))
         return 2
     return 0
 

@@ -1,12 +1,11 @@
 """`wsbatch-bench convoy`: do live connections make the model's steps longer, and the event loop late?"""
 
 import argparse
-import sys
 from statistics import median
 
 import trio
 
-from wsbatch.cli.parsing import Commands, add_parser
+from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch_bench.bare_loop import LoopRequest
 from wsbatch_bench.cli.model_flags import add_model_flags, engine_config
 from wsbatch_bench.convoy import Steps, run_alone, steps_with_streams
@@ -53,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         served = trio.run(_served, arguments, requests)
         alone = run_alone(config, requests, runs=arguments.runs)
     except (RuntimeError, ValueError, OSError) as error:
-        print(f"wsbatch-bench convoy: {error}", file=sys.stderr)
+        say_error("wsbatch-bench convoy", error)
         return 2
     with_s, without_s = (median(steps.mean_s for steps in runs) for runs in (served, alone))
     lag_s = max(steps.lag_p99_s for steps in served)

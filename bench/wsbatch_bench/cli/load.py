@@ -13,7 +13,7 @@ from typing import Any
 
 import trio
 
-from wsbatch.cli.parsing import TOKEN_VARIABLE, Commands, add_parser, token_from_environment
+from wsbatch.cli.parsing import TOKEN_VARIABLE, Commands, add_parser, say_error, token_from_environment
 from wsbatch.client import connect
 from wsbatch.errors import WsbatchError
 from wsbatch_bench.baseline import open_transformers_target
@@ -116,6 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError("--model is required for an http URL")
         if not arguments.url.startswith(_BASELINE):
             dial_url(arguments.url)
+        token = token_from_environment()
+        refusal = _refusal(trace, rate)
     except (ValueError, OSError) as error:
         return _complain(error, 2)
     plan = LoadPlan(
@@ -125,11 +127,11 @@ def run(arguments: argparse.Namespace) -> int:
         measured=arguments.num_prompts,
         stop_unstable=False,
     )
-    if (refusal := _refusal(trace, rate)) is not None:
+    if refusal is not None:
         return _complain(ValueError(refusal), 2)
     failure: BaseException | None = None
     try:
-        done, target = trio.run(_load, arguments, plan)
+        done, target = trio.run(_load, arguments, plan, token)
     except* (WsbatchError, OSError, HttpFailed) as group:
         failure = _first(group)
     if failure is not None:
@@ -150,15 +152,15 @@ def run(arguments: argparse.Namespace) -> int:
     return INVALID if summary.invalid else 0
 
 
-async def _load(arguments: argparse.Namespace, plan: LoadPlan) -> tuple[LoadRun, Target]:
-    async with _open_target(arguments) as target, trio.open_nursery() as nursery:
+async def _load(arguments: argparse.Namespace, plan: LoadPlan, token: str | None) -> tuple[LoadRun, Target]:
+    async with _open_target(arguments, token) as target, trio.open_nursery() as nursery:
         done = await run_load(target, plan, on_start=lambda run: nursery.start_soon(show_progress, run))
         nursery.cancel_scope.cancel()
     return done, target
 
 
 @asynccontextmanager
-async def _open_target(arguments: argparse.Namespace) -> AsyncIterator[Target]:
+async def _open_target(arguments: argparse.Namespace, token: str | None) -> AsyncIterator[Target]:
     url: str = arguments.url
     if url.startswith(_BASELINE):
         async with open_transformers_target(
@@ -171,7 +173,6 @@ async def _open_target(arguments: argparse.Namespace) -> AsyncIterator[Target]:
             yield baseline
         return
     dial, host, path = dial_url(url)
-    token = token_from_environment()
     if url.startswith("http"):
         yield OpenAiTarget(
             arguments.model,
@@ -240,5 +241,5 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def _complain(error: BaseException, status: int) -> int:
-    print(f"wsbatch-bench load: {' '.join(str(error).split()) or repr(error)}", file=sys.stderr)
+    say_error("wsbatch-bench load", error)
     return status

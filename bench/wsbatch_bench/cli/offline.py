@@ -2,12 +2,11 @@
 
 import argparse
 import json
-import sys
 from math import nan
 from pathlib import Path
 from typing import Any
 
-from wsbatch.cli.parsing import Commands, add_parser
+from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch.opening import make_scheduler
 from wsbatch_bench.bare_loop import LoopRequest, LoopRun, run_loop
 from wsbatch_bench.bare_model import BareModel, load_bare
@@ -80,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         limit = _limit(bare, loop)
         served = min(run_engine(config, requests, costs=costs, runs=arguments.runs), key=lambda each: each.total_s)
     except (ValueError, OSError) as error:
-        print(f"wsbatch-bench offline: {error}", file=sys.stderr)
+        say_error("wsbatch-bench offline", error)
         return 2
     scheduler_s = loop.total_s - loop.model_s
     figures: dict[str, Any] = {

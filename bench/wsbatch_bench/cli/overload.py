@@ -5,7 +5,7 @@ import csv
 import sys
 from pathlib import Path
 
-from wsbatch.cli.parsing import Commands, add_parser
+from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch_bench.costs import DEFAULT_COSTS, parse_costs, same_for_both
 from wsbatch_bench.impatient import Manners
 from wsbatch_bench.lengths import parse_lengths
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         overload = _overload(arguments)
     except (ValueError, OSError) as error:
-        print(f"wsbatch-bench overload: {error}", file=sys.stderr)
+        say_error("wsbatch-bench overload", error)
         return 2
     capacity = overload.capacity()
     title = (

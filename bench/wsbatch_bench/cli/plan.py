@@ -1,9 +1,8 @@
 """`wsbatch-bench plan`: how many replicas a rate needs."""
 
 import argparse
-import sys
 
-from wsbatch.cli.parsing import Commands, add_parser
+from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch_bench.arrivals import parse_arrivals
 from wsbatch_bench.cell import CellResult
 from wsbatch_bench.cli.model_flags import sizes
@@ -108,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
             on_cell=lambda replicas, cell: _print_cell(planner, replicas, cell),
         )
     except (ValueError, OSError) as error:
-        print(f"wsbatch-bench plan: {error}", file=sys.stderr)
+        say_error("wsbatch-bench plan", error)
         return 2
     if answer is None:
         print(f"\nanswer     none: the SLO certainly holds with no number of replicas near {first}")

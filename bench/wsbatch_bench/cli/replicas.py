@@ -1,10 +1,9 @@
 """`wsbatch-bench replicas`: what `plan` predicts for a few replicas, beside what real ones do."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 
-from wsbatch.cli.parsing import Commands, add_parser
+from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch_bench.arrivals import parse_arrivals
 from wsbatch_bench.cli.model_flags import sizes
 from wsbatch_bench.costs import parse_costs
@@ -84,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
             done.append(each)
             print(_row(planner, each), flush=True)
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"wsbatch-bench replicas: {error}", file=sys.stderr)
+        say_error("wsbatch-bench replicas", error)
         return 2
     print()
     for replicas in arguments.replicas:

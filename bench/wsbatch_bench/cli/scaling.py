@@ -3,11 +3,10 @@
 import argparse
 import csv
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-from wsbatch.cli.parsing import Commands, add_parser
+from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch.opening import make_scheduler
 from wsbatch_bench.bare_model import load_bare
 from wsbatch_bench.cli.model_flags import add_model_flags, engine_config, read_costs, sizes
@@ -67,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         bare = load_bare(config, costs=costs)
     except (ValueError, OSError) as error:
-        print(f"wsbatch-bench scaling: {error}", file=sys.stderr)
+        say_error("wsbatch-bench scaling", error)
         return 2
     prompts = draw_trace(1).prompt_ids
     try:
@@ -82,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             make_prompt=prompts,
         )
     except ValueError as error:
-        print(f"wsbatch-bench scaling: {error}", file=sys.stderr)
+        say_error("wsbatch-bench scaling", error)
         return 2
     print("\n".join([bare.description, "", *_lines(scaling, arguments.efficiency)]))
     if arguments.out is not None:

@@ -1,12 +1,11 @@
 """`wsbatch-bench soak`: a server process under a mixed, partly rude load for a long time."""
 
 import argparse
-import sys
 from functools import partial
 
 import trio
 
-from wsbatch.cli.parsing import Commands, add_parser
+from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch.errors import WsbatchError
 from wsbatch_bench.http_client import HttpFailed
 from wsbatch_bench.quantiles import observed_quantile
@@ -135,5 +134,5 @@ def _memory(sample: Sample) -> str:
 
 
 def _complain(message: str) -> int:
-    print(f"wsbatch-bench soak: {message}", file=sys.stderr)
+    say_error("wsbatch-bench soak", message)
     return 2

@@ -2,11 +2,10 @@
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from wsbatch.cli.parsing import Commands, add_parser
+from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch_bench.cli.model_flags import add_model_flags, engine_config, read_costs, sizes
 from wsbatch_bench.stall import StallPoint, measure_stall
 from wsbatch_bench.trace import draw_trace
@@ -68,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
                 flush=True,
             )
     except (ValueError, OSError) as error:
-        print(f"wsbatch-bench stall: {error}", file=sys.stderr)
+        say_error("wsbatch-bench stall", error)
         return 2
     if arguments.out is not None:
         arguments.out.write_text(json.dumps([asdict(point) for point in points], indent=1) + "\n")

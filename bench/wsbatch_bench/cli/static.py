@@ -4,11 +4,10 @@ import argparse
 import csv
 import json
 import re
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from wsbatch.cli.parsing import Commands, add_parser
+from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch_bench.bare_loop import LoopRequest
 from wsbatch_bench.bare_model import load_bare
 from wsbatch_bench.cli.model_flags import add_model_flags, engine_config, read_costs, sizes
@@ -75,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         measure_batches(paged.model, rows, Setting("continuous", len(rows)), clock=paged.clock)
         continuous = measure_batches(paged.model, rows, Setting("continuous", len(rows)), clock=paged.clock)[0]
     except (ValueError, OSError) as error:
-        print(f"wsbatch-bench static: {error}", file=sys.stderr)
+        say_error("wsbatch-bench static", error)
         return 2
     print("\n".join(_batch_lines("continuous", continuous)))
     print("\n".join(_size_lines(measured, arguments.output_lengths)))

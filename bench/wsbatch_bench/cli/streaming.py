@@ -2,13 +2,12 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from statistics import median
 
 import trio
 
-from wsbatch.cli.parsing import Commands, add_parser
+from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch.errors import WsbatchError
 from wsbatch_bench.bare_loop import LoopRequest
 from wsbatch_bench.cli.model_flags import add_model_flags, engine_config, read_costs
@@ -67,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
                 line += f"   in process {alone[-1]:9.1f}   ratio {served[-1].tokens_per_s / alone[-1]:.3f}"
             print(line, flush=True)
     except (ValueError, OSError, RuntimeError, WsbatchError) as error:
-        print(f"wsbatch-bench streaming: {error}", file=sys.stderr)
+        say_error("wsbatch-bench streaming", error)
         return 2
     rates = [one.tokens_per_s for one in served]
     ratios = [rate / other for rate, other in zip(rates, alone, strict=False)]

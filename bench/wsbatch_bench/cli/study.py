@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from wsbatch.cli.parsing import Commands, add_parser
+from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch_bench.arrivals import parse_arrivals
 from wsbatch_bench.cli.workload import add_requests, read_warmups
 from wsbatch_bench.costs import DEFAULT_COSTS, parse_costs, same_for_both
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.arrivals is not None:
             parse_arrivals(arguments.arrivals)
     except (ValueError, OSError) as error:
-        print(f"wsbatch-bench study: {error}", file=sys.stderr)
+        say_error("wsbatch-bench study", error)
         return 2
     stage: Stage = VirtualStage(costs or same_for_both(DEFAULT_COSTS))
     predictor: Stage | None = None

@@ -2,12 +2,11 @@
 
 import argparse
 import platform
-import sys
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
 
-from wsbatch.cli.parsing import Commands, add_parser
+from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch_bench.cell import CellResult
 from wsbatch_bench.choose import choose
 from wsbatch_bench.cli.workload import WORKLOAD_HELP, add_workload, read_trace, read_warmups
@@ -74,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         costs = parse_costs(arguments.costs) if arguments.costs else None
         sweep = _sweep(arguments, costs)
     except (ValueError, OSError) as error:
-        print(f"wsbatch-bench sweep: {error}", file=sys.stderr)
+        say_error("wsbatch-bench sweep", error)
         return 2
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
