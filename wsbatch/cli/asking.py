@@ -12,7 +12,7 @@ from wsbatch.auth import clean_token
 from wsbatch.cli.parsing import TOKEN_VARIABLE, text, token_from_environment
 from wsbatch.cli.settings import number, whole_number
 from wsbatch.client import Client, connect
-from wsbatch.messages import DEFAULT_MAX_TOKENS, SamplingParams
+from wsbatch.messages import SamplingParams
 
 DEFAULT_URL = "ws://127.0.0.1:8765"
 
@@ -29,16 +29,14 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, defaults: SamplingParams) -> None:
-    """How tokens are chosen. The server checks the values: it knows its model's bounds."""
+def add_sampling_flags(parser: argparse.ArgumentParser, defaults: SamplingParams, *, max_tokens: str) -> None:
+    """How tokens are chosen. The server checks the values: it knows its model's bounds.
+
+    `max_tokens` says what a request gets whose flag of that name is not given: that depends on the model's context.
+    """
     group = parser.add_argument_group("sampling")
-    most = defaults.max_tokens or f"{DEFAULT_MAX_TOKENS}, or what is left of the context"
     group.add_argument(
-        "--max-tokens",
-        type=whole_number,
-        metavar="N",
-        default=defaults.max_tokens,
-        help=f"tokens generated at most (default: {most})",
+        "--max-tokens", type=whole_number, metavar="N", help=f"tokens generated at most (default: {max_tokens})"
     )
     group.add_argument(
         "--temperature",

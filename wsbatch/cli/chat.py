@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from wsbatch.errors import NeverFits, TooLarge, WsbatchError
 from wsbatch.messages import ChatMessage, Event, Finished, GenerateRequest, SamplingParams, Tokens
 from wsbatch.wire.fields import WireLimits
 
+_MAX_TOKENS = 512
 _MOST_MESSAGES = WireLimits().max_messages
 
 _COMMANDS = f"""\
@@ -70,7 +72,11 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--system", type=text, metavar="TEXT", help="instructions to the model")
     parser.add_argument("--plain", action="store_true", help="no Markdown, no colours")
     add_connection_flags(parser)
-    add_sampling_flags(parser, SamplingParams(max_tokens=512, temperature=0.5, top_p=0.9))
+    add_sampling_flags(
+        parser,
+        SamplingParams(temperature=0.5, top_p=0.9),
+        max_tokens=f"{_MAX_TOKENS}, or half of the model's context where that is less",
+    )
     parser.set_defaults(run=run)
 
 
@@ -133,6 +139,9 @@ class Chat:
         """Take lines until they end, or until Ctrl-C; the exit status. In a pipe, errors are raised."""
         with self._whole:
             client = await self._link.client()
+            if self._sampling.max_tokens is None:  # leave the other half to the conversation
+                most = min(_MAX_TOKENS, client.hello.limits.max_model_len // 2)
+                self._sampling = replace(self._sampling, max_tokens=most)
             if self._typed:
                 self._screen.note(f"{client.hello.model} at your service; /help lists commands")
             while (line := await self._lines.next()) is not None:

@@ -18,7 +18,7 @@ from wsbatch.cli.parsing import Commands, add_parser, complain
 from wsbatch.cli.streams import INTERRUPTED, UNREAD, read_stdin
 from wsbatch.client import TokenStream
 from wsbatch.errors import Draining, RequestError, WsbatchError
-from wsbatch.messages import ChatMessage, Failed, GenerateRequest, SamplingParams, ServerMessage
+from wsbatch.messages import DEFAULT_MAX_TOKENS, ChatMessage, Failed, GenerateRequest, SamplingParams, ServerMessage
 from wsbatch.wire import JSON
 
 _RETRIES = 5
@@ -56,7 +56,8 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message, not text to continue")
     parser.add_argument("--json", action="store_true", help="print the server's frames as JSON, one a line")
     add_connection_flags(parser)
-    add_sampling_flags(parser, SamplingParams())
+    most = f"{DEFAULT_MAX_TOKENS}, or what is left of the model's context"
+    add_sampling_flags(parser, SamplingParams(), max_tokens=most)
     parser.set_defaults(run=run)
 
 
