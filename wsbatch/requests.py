@@ -174,7 +174,7 @@ class Requests:
         try:
             finished = generation.finished(report, hol_delay_s=hol_delay_s, now_s=now_s)
         except RequestError as error:
-            self._metrics.refused.labels(error.code).inc()
+            self._metrics.count_refused(error.code)
             generation.stream.fail(error)
         else:
             self._metrics.observe_finished(finished)
