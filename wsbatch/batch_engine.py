@@ -1,35 +1,26 @@
-"""The engine's loop: drain arrivals, decide, step, deliver. And the life of its requests around it."""
+"""The engine on Trio: arrivals over a memory channel, deadlines, the worker; what to do is decided by its core."""
 
 import logging
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from math import inf
 
 import trio
 
-from wsbatch.batching.admission import Admission
-from wsbatch.batching.picture import Picture, Watcher
-from wsbatch.batching.queue import Work
-from wsbatch.batching.scheduler import Idle, Scheduler, Step, StepOutcome, WaitUntil
+from wsbatch.batching.fairness import NOBODY, Client
+from wsbatch.batching.picture import Watcher
+from wsbatch.batching.scheduler import Idle, Scheduler, Step, WaitUntil
 from wsbatch.config import EngineConfig
+from wsbatch.core import EngineCore
 from wsbatch.engine import EngineState
-from wsbatch.errors import (
-    Draining,
-    EngineDead,
-    ModelError,
-    QueueFull,
-    RequestError,
-    SlowConsumer,
-    StepFailed,
-)
+from wsbatch.errors import EngineDead, QueueTimeout, RequestError, StepFailed
 from wsbatch.execution import Execution
-from wsbatch.intake import Intake, Tokenise
 from wsbatch.messages import GenerateRequest, Status
 from wsbatch.metrics import EngineMetrics
-from wsbatch.requests import Requests
 from wsbatch.steps import ModelInfo
 from wsbatch.stream import Stream
 from wsbatch.text import TextCodec
+from wsbatch.tokenising import Tokenising
 from wsbatch.worker import Worker
 
 _logger = logging.getLogger("wsbatch.engine")
@@ -44,7 +35,10 @@ class BatchEngine:
         scheduler: decides when and who.
         worker: runs the steps.
         codec: turns ids into text.
-        tokenise: turns a request into prompt ids, off the event loop where it takes long. Raises RequestError.
+        tokenise: turns a request into prompt ids, off the event loop where it takes long.
+
+    Attributes:
+        core: the owner of every live request. Only this shell may call what changes it.
     """
 
     def __init__(
@@ -55,112 +49,79 @@ class BatchEngine:
         scheduler: Scheduler,
         worker: Worker,
         codec: TextCodec,
-        tokenise: Tokenise,
+        tokenise: Tokenising,
     ) -> None:
         self.info = info
-        self.metrics = EngineMetrics()
-        self._config = config
-        self._scheduler = scheduler
-        self._execution = Execution(worker, stall_s=config.step_stall_s, vocab_size=info.vocab_size)
-        self._admission = Admission(max_requests=config.max_queue_requests, max_tokens=config.max_queue_tokens)
-        self._picture = Picture(
-            config.scheduler,
-            config.max_batch_size,
-            clock=trio.current_time,
-            queue_depth=lambda: len(self._requests.waiting),
-            running=lambda: self._scheduler.running,
-        )
-        # Unbounded: admission bounds what is in it.
-        self._arrivals, self._inbox = trio.open_memory_channel[Work](inf)
-        self._requests = Requests(
-            config,
-            info=info,
-            codec=codec,
-            scheduler=scheduler,
-            admission=self._admission,
-            metrics=self.metrics,
-            hand_over=self._arrivals.send_nowait,
-            changed=self._picture.changed,
-        )
-        self._intake = Intake(
-            config,
-            info=info,
-            tokenise=tokenise,
-            admission=self._admission,
-            requests=self._requests,
-            scheduler=scheduler,
-            closed=self._closed,
-        )
-        self._draining = False
-        self._death: EngineDead | None = None
+        self.core = EngineCore(config, info=info, scheduler=scheduler, codec=codec, now_s=trio.current_time())
+        self._tokenise = tokenise
+        self._execution = Execution(worker, stall_s=config.step_stall_s)
+        # Keys of new requests: they wake the loop. Unbounded: admission bounds what is in it.
+        self._arrivals, self._inbox = trio.open_memory_channel[int](inf)
+        self._deadline_moved = trio.Event()
+        self._expires_s = inf  # when the core is next told that time has passed
         self._died = trio.Event()
-        self.metrics.watch(lambda: self._scheduler.running, lambda: len(self._requests.waiting), self._scheduler.cache)
 
     def __repr__(self) -> str:
-        return f"<BatchEngine {self.state}: {self._scheduler!r}, {self._admission!r}>"
+        return f"<BatchEngine {self.state}: {self.core!r}>"
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """See `Engine.metrics`."""
+        return self.core.metrics
 
     @property
     def state(self) -> EngineState:
         """ready, draining or dead."""
-        return "dead" if self._death else "draining" if self._draining else "ready"
+        return "dead" if self.core.death else "draining" if self.core.draining else "ready"
 
     @property
     def scheduler(self) -> Scheduler:
         """For whoever measures: its ledger holds the sums of all steps."""
-        return self._scheduler
+        return self.core.scheduler
 
     def refusal(self) -> RequestError | None:
         """See `Engine.refusal`."""
-        return self._intake.refusal()
+        return self.core.refusal()
 
     def status(self) -> Status:
         """See `Engine.status`."""
-        began_s = self._execution.began_s
-        refusal = self.refusal()
-        return self._requests.status(
-            state=self.state,
-            step_ms=0.0 if began_s is None else round((trio.current_time() - began_s) * 1000, 3),
-            retry_after_ms=None if refusal is None else refusal.retry_after_ms or 1000,
-        )
+        return self.core.status(trio.current_time())
 
     async def wait_dead(self) -> EngineDead:
         """Wait until the engine has died; returns why."""
         await self._died.wait()
-        assert self._death is not None
-        return self._death
+        assert self.core.death is not None
+        return self.core.death
 
     async def submit(
         self,
         request: GenerateRequest,
         *,
-        client: Hashable = None,
+        client: Client = NOBODY,
         on_event: Callable[[Stream], None] | None = None,
     ) -> Stream:
         """See `Engine.submit`."""
-        arrived_s = trio.current_time()
+        core, arrived_s = self.core, trio.current_time()
         await trio.lowlevel.checkpoint()  # even where the tokeniser does not wait: a burst must not starve the loop
         try:
-            request = self._intake.check(request)
-            with self._intake.reserve(request) as place:
-                prompt_ids = await self._intake.tokenise(request)
-                request = self._intake.fit(request, len(prompt_ids))
-                victims = self._intake.make_way(request, len(prompt_ids) + len(request.resume_token_ids), place)
-                return self._requests.enqueue(
-                    request,
-                    prompt_ids,
-                    place=place,
-                    victims=victims,
-                    arrived_s=arrived_s,
-                    client=client,
-                    on_event=on_event,
-                )
+            request = core.check(request)
+            with core.reserve(request, client) as place:
+                prompt_ids = await self._prompt_ids(request, client, core.queue_deadline_s(request, arrived_s))
+                request = core.fit(request, prompt_ids)
+                stream = Stream(request, on_cancel=self._cancel, on_event=on_event)
+                now_s = trio.current_time()
+                core.add(stream, prompt_ids, place, client=client, arrived_s=arrived_s, now_s=now_s)
         except RequestError as error:
             self.metrics.count_refused(error.code)
             raise
+        if core.next_deadline_s < self._expires_s:
+            self._deadline_moved.set()
+        self._arrivals.send_nowait(stream.key)
+        return stream
 
     def watch(self, on_change: Callable[[], None]) -> Watcher:
         """See `Engine.watch`."""
-        return self._picture.watch(on_change)
+        return self.core.picture.watch(on_change)
 
     @asynccontextmanager
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Stream]:
@@ -173,23 +134,22 @@ class BatchEngine:
 
     async def drain(self, grace_s: float) -> None:
         """See `Engine.drain`."""
-        self._draining = True
+        self.core.draining = True
         with trio.move_on_after(grace_s):
-            while self._requests.untold():
-                self._requests.ended = trio.Event()
-                await self._requests.ended.wait()
-        for generation in self._requests.untold():
-            self._requests.finish(generation, "shutdown")
+            for outbox in self.core.unfinished:
+                assert isinstance(outbox, Stream)
+                await outbox.ended.wait()
+        self.core.shut_down(trio.current_time())
 
     async def run(self) -> None:
         """The loop, until it is cancelled or the engine dies.
 
         Death does not raise here, so that connections live to tell their clients: it ends every live request with
-        engine_dead, and wakes `wait_dead`. Cancelled, it ends what is live with `shutdown`.
+        engine_dead, and wakes `wait_dead`. Cancelled, it ends them with `shutdown`, and refuses any that come later.
         """
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._requests.timers.run)
+                nursery.start_soon(self._expire)
                 nursery.start_soon(self._execution.watchdog.run)
                 try:
                     while True:
@@ -201,8 +161,7 @@ class BatchEngine:
                     self._die(EngineDead(f"the engine's loop failed: {error!r}"))
                 nursery.cancel_scope.cancel()
         finally:
-            for generation in self._requests.untold():
-                self._requests.finish(generation, "shutdown")
+            self.core.shut_down(trio.current_time())
 
     async def _turn(self) -> None:
         """One turn of the loop: drain, decide, then step or wait."""
@@ -210,78 +169,46 @@ class BatchEngine:
         # server that only ever waited would make batches of one.
         while True:
             try:
-                self._take(self._inbox.receive_nowait())
+                self._inbox.receive_nowait()
             except trio.WouldBlock:
                 break
-        match self._scheduler.decide(trio.current_time()):
+        match self.core.next(trio.current_time()):
             case Step() as step:
                 await self._step(step)
-                if self._execution.failures.suspicious:
-                    await self._execution.probe(self._scheduler)
             case WaitUntil(at_s=at_s):
-                with self._requests.holding(), trio.move_on_at(at_s):
-                    self._take(await self._inbox.receive())
+                with trio.move_on_at(at_s):
+                    await self._inbox.receive()
             case Idle():
-                if (waiting := len(self._scheduler.queue)) > 0:
-                    raise EngineDead(f"the scheduler is wedged: {waiting} requests wait and nothing runs")
-                self._take(await self._inbox.receive())
-
-    def _take(self, work: Work) -> None:
-        if work.key in self._requests.waiting:  # else it ended before the scheduler ever saw it
-            self._scheduler.add(work)
+                await self._inbox.receive()
 
     async def _step(self, step: Step) -> None:
-        now_s = trio.current_time()
-        for key in step.started:
-            self._requests.start(key)
-        if step.started:
-            self._admission.started(len(step.started), now_s)
-        lanes = self._scheduler.lanes() if self._picture.watched else ()
         try:
             result, failed = await self._execution.step(step.plan)
         except StepFailed as error:
-            self._execution.failures.record([error], tokens=0, now_s=trio.current_time())
-            self._requests.fail(self._scheduler.abort(trio.current_time()), ModelError(f"the model failed: {error}"))
+            self.core.abort(error, trio.current_time())
         else:
-            for key, cause in failed.items():
-                if key not in self._requests.live:
-                    continue  # it was cancelled, or timed out, while the step was looking for it
-                self._requests.fail([key], ModelError(f"the model failed: {cause}"))
-            ended_s = trio.current_time()
-            outcome = self._scheduler.complete(result, ended_s)
-            self._execution.failures.record(failed.values(), tokens=len(outcome.tokens), now_s=ended_s)
-            self._picture.record(lanes, outcome.cost, tokens=len(outcome.tokens), started_s=now_s, ended_s=ended_s)
-            self._deliver(outcome)
-        self._requests.settle()
+            self.core.complete(result, failed, trio.current_time())
+        if self.core.health.suspicious:
+            await self._execution.probe(self.core)
 
-    def _deliver(self, outcome: StepOutcome) -> None:
-        self.metrics.observe_step(outcome.cost)
-        now_s = trio.current_time()
-        if outcome.tokens and (work := self._scheduler.work(outcome.tokens[0].key)) is not None:
-            self._execution.succeeded(work.token_ids)
-        for token in outcome.tokens:
-            generation = self._requests.live[token.key]
-            try:
-                reason = generation.advance(token.token_id, token.logprobs, now_s)
-            except RequestError as error:
-                self._requests.fail([token.key], error)
-                continue
-            if reason is not None:
-                # A whole answer (`stream: false`) is told when its slot is free: in a padded batch, at the batch's end.
-                self._requests.finish(generation, reason, at_release=not generation.request.stream)
-            elif generation.stream.overdue(bound := self._config.max_unsent_tokens, now_s):
-                self._requests.fail([token.key], SlowConsumer(f"more than {bound} tokens are unread, the most allowed"))
+    async def _prompt_ids(self, request: GenerateRequest, client: Client, deadline_s: float) -> list[int]:
+        """Waits for the tokeniser; for the whole queue timeout at most. Raises RequestError."""
+        with trio.move_on_at(deadline_s):
+            return await self._tokenise(request, client)
+        raise QueueTimeout("the request waited to be tokenised for its whole queue timeout")
 
-    def _closed(self) -> RequestError | None:
-        if self._death:
-            return self._death
-        if self._draining:
-            return Draining("the server is shutting down", retry_after_ms=1000)
-        if self._execution.doubtful:
-            return QueueFull("the model fails and is being probed", retry_after_ms=1000)
-        return None
+    async def _expire(self) -> None:
+        """Tell the core when its next deadline has come."""
+        while True:
+            self.core.expire(trio.current_time())
+            self._deadline_moved = trio.Event()
+            self._expires_s = self.core.next_deadline_s
+            with trio.move_on_at(self._expires_s):
+                await self._deadline_moved.wait()
+
+    def _cancel(self, stream: Stream) -> None:
+        self.core.cancel(stream, trio.current_time())
 
     def _die(self, death: EngineDead) -> None:
-        self._death = death
+        self.core.die(death, trio.current_time())
         self._died.set()
-        self._requests.fail([generation.key for generation in self._requests.untold()], death)

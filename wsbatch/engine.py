@@ -1,9 +1,10 @@
 """The engine: what sessions and servers need of one. `open_engine` makes one; `BatchEngine` is its loop."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
+from wsbatch.batching.fairness import NOBODY, Client
 from wsbatch.batching.picture import Watcher
 from wsbatch.errors import RequestError
 from wsbatch.messages import GenerateRequest, Status
@@ -47,7 +48,7 @@ class Engine(Protocol):
         self,
         request: GenerateRequest,
         *,
-        client: Hashable = None,
+        client: Client = NOBODY,
         on_event: Callable[[Stream], None] | None = None,
     ) -> Stream:
         """Tokenise and admit a request; its stream begins with `Accepted`.

@@ -8,6 +8,7 @@ from typing import Protocol
 import trio
 
 from wsbatch import __version__
+from wsbatch.batching.fairness import Client
 from wsbatch.config import ServerConfig
 from wsbatch.engine import Engine
 from wsbatch.errors import BadRequest, DuplicateId, QuotaExceeded, RequestError
@@ -202,7 +203,7 @@ class Session:
 
     async def _submit(self, request: GenerateRequest, live: _Live) -> None:
         try:
-            live.stream = await self._engine.submit(request, client=self, on_event=self._on_event)
+            live.stream = await self._engine.submit(request, client=Client(connection=self), on_event=self._on_event)
         except RequestError as error:
             del self._live[request.id]
             self._answer(_failed(request.id, error))

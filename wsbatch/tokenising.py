@@ -1,9 +1,12 @@
 """From a request to prompt ids without holding up the event loop."""
 
 from collections.abc import Awaitable, Callable
+from typing import Any
+from weakref import WeakValueDictionary
 
 import trio
 
+from wsbatch.batching.fairness import Client
 from wsbatch.errors import BadRequest, RequestError, TooLarge, foreign
 from wsbatch.messages import GenerateRequest
 from wsbatch.text import TextCodec
@@ -12,18 +15,45 @@ _INLINE_BYTES = 2048
 """Up to here tokenising on the event loop costs less than a hop to a thread and back."""
 
 
-_limiter = trio.lowlevel.RunVar[trio.CapacityLimiter]("wsbatch tokenising")
+_THREADS = 2
 
-Run = Callable[[Callable[[], list[int]]], Awaitable[list[int]]]
+_threads = trio.lowlevel.RunVar[trio.CapacityLimiter]("wsbatch tokenising")
+
+Run = Callable[[Callable[[], list[int]], trio.CapacityLimiter], Awaitable[list[int]]]
 
 
-async def in_thread(function: Callable[[], list[int]]) -> list[int]:
+class _Both:
+    """A limiter for `trio.to_thread`: the thread counts against a client's own bound first, then against that of all.
+
+    Both are held until the thread is done, also where nobody waits for it any more: abandoned work is work.
+    """
+
+    def __init__(self, own: trio.CapacityLimiter, all_: trio.CapacityLimiter) -> None:
+        self._own = own
+        self._all = all_
+
+    async def acquire_on_behalf_of(self, borrower: object) -> None:
+        await self._own.acquire_on_behalf_of(borrower)
+        try:
+            await self._all.acquire_on_behalf_of(borrower)
+        except BaseException:
+            self._own.release_on_behalf_of(borrower)
+            raise
+
+    def release_on_behalf_of(self, borrower: object) -> None:
+        self._all.release_on_behalf_of(borrower)
+        self._own.release_on_behalf_of(borrower)
+
+
+async def in_thread(function: Callable[[], list[int]], own: trio.CapacityLimiter) -> list[int]:
     """Run the function on a thread, two at a time at most. Cancelling abandons it: it has no side effects."""
     try:
-        limiter = _limiter.get()
+        threads = _threads.get()
     except LookupError:
-        limiter = trio.CapacityLimiter(2)
-        _limiter.set(limiter)
+        threads = trio.CapacityLimiter(_THREADS)
+        _threads.set(threads)
+    # A limiter is anything with these two methods, by trio's documentation, but not by its annotations.
+    limiter: Any = _Both(own, threads)
     return await trio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=limiter)
 
 
@@ -40,9 +70,13 @@ class Tokenising:
         self._codec = codec
         self._run = run
         self._max_bytes = max_model_len * codec.max_token_bytes
+        self._own: WeakValueDictionary[Client, trio.CapacityLimiter] = WeakValueDictionary()
 
-    async def __call__(self, request: GenerateRequest) -> list[int]:
-        """Waits for a thread where the text is long; cancelling abandons it. Raises BadRequest or TooLarge."""
+    async def __call__(self, request: GenerateRequest, client: Client) -> list[int]:
+        """Waits for a thread where the text is long; cancelling abandons it. Raises BadRequest or TooLarge.
+
+        Of each client one text at a time is tokenised on a thread: its others wait behind it, and nobody else does.
+        """
         if request.parse_special and request.prompt is None:
             raise BadRequest("parse_special: goes with prompt: a chat template has its special tokens, ids are tokens")
         if request.token_ids is not None:
@@ -54,7 +88,10 @@ class Tokenising:
 
         if size <= _INLINE_BYTES:
             return self._encode(request)
-        return await self._run(lambda: self._encode(request))
+        own = self._own.get(client)
+        if own is None:
+            own = self._own[client] = trio.CapacityLimiter(1)
+        return await self._run(lambda: self._encode(request), own)
 
     def _encode(self, request: GenerateRequest) -> list[int]:
         """Whatever a tokenizer or a template raises over this request is the request's error, and nobody else's."""

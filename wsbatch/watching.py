@@ -56,7 +56,7 @@ class Watching:
         self.due = False
         self._not_before_s = trio.current_time() + INTERVAL_S
         self._changed = trio.Event()
-        snapshot = self._watcher.take()
+        snapshot = self._watcher.take(trio.current_time())
         self._lively = bool(snapshot.steps) or snapshot.waste_fraction is not None
         self._taken.set()
         return snapshot

@@ -25,16 +25,16 @@ class Idle:
 
     def __init__(self, engine: BatchEngine, server: Server) -> None:
         value = engine.metrics.registry.get_sample_value
-        admission, pool = engine._admission, engine.scheduler.pool  # type: ignore[attr-defined]
+        admission, pool = engine.core._admission, engine.scheduler.pool  # type: ignore[attr-defined]
         self.held = {
             "descriptors": len(os.listdir("/proc/self/fd")),
             "tasks": trio.lowlevel.current_statistics().tasks_living,
             "connections": value("wsbatch_connections"),
             "running": value("wsbatch_num_requests_running"),
             "waiting": value("wsbatch_num_requests_waiting"),
-            "requests": (len(engine._requests.live), len(engine._requests.waiting)),
+            "requests": (len(engine.core._live), len(engine.scheduler.queue)),
             "places": (admission.requests, admission.tokens),
-            "lines": len(engine._requests._fairness._lines),
+            "lines": len(engine.core._fairness._lines),
             "blocks": (pool.used, pool.free + pool.cached),
             "server": repr(server),
         }
@@ -62,7 +62,7 @@ async def test_vanishing_clients_leave_a_server_as_it_was() -> None:
         server: Server = await nursery.start(serve, engine, server_config)
         await vanish("127.0.0.1", server.port, "close")  # whatever the first connection makes for good
         await until(lambda: Idle(engine, server).held["connections"] == 0)
-        await until(lambda: not engine._requests.live)
+        await until(lambda: not engine.core._live)
         before = Idle(engine, server).held
         limiter, source = trio.CapacityLimiter(AT_ONCE), random.Random(5)
         with trio.fail_after(60):

@@ -8,9 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from wsbatch.generation import Generation
+from wsbatch.batching.admission import Admission
+from wsbatch.batching.fairness import NOBODY
+from wsbatch.batching.queue import Work
 from wsbatch.messages import ChatMessage, Finished, FinishReason, GenerateRequest, SamplingParams, Tokens
-from wsbatch.stream import Stream
+from wsbatch.outbox import Outbox
+from wsbatch.output import Output
+from wsbatch.request import LiveRequest
+from wsbatch.steps import RowSampling
 from wsbatch.text import ByteText, HuggingFaceText, TextCodec
 
 PIECES = st.sampled_from(
@@ -20,17 +25,24 @@ IDS = st.lists(PIECES, min_size=1, max_size=12).map(lambda pieces: tuple(b"".joi
 STOPS = st.lists(st.sampled_from(["ab", "ba", "aba", "b\u00e9", "\U0001f642a", "\ufffd"]), max_size=2).map(tuple)
 
 
-def generation(
+def live_request(
     request: GenerateRequest, prompt_ids: tuple[int, ...] = (1,), codec: TextCodec | None = None
-) -> Generation:
-    return Generation(
-        1,
-        Stream(request, on_cancel=lambda _: None),
-        client=None,
-        prompt_ids=list(prompt_ids),
-        codec=codec or ByteText(),
-        end_ids=frozenset(),
+) -> LiveRequest:
+    work = Work(
+        key=1,
+        token_ids=prompt_ids + request.resume_token_ids,
+        max_new_tokens=request.sampling.most_tokens,
+        sampling=RowSampling(),
+        priority=5,
         arrived_s=0.0,
+    )
+    return LiveRequest(
+        Outbox(request),
+        work=work,
+        output=Output(request, prompt_ids, codec=codec or ByteText(), end_ids=frozenset()),
+        place=Admission(max_requests=1, max_tokens=1).reserve(),
+        client=NOBODY,
+        held_before_s=0.0,
     )
 
 
@@ -46,14 +58,14 @@ def run(
 
     It is lost once there are `until` tokens, before it could say that the output is over; None: it is not lost.
     """
-    one = generation(request, prompt_ids, codec)
-    reason = one.ended_elsewhere
+    one = live_request(request, prompt_ids, codec)
+    reason = one.output.complete
     for token_id in ids[len(request.resume_token_ids) : until]:
         if reason is not None:
             break
         reason = one.advance(token_id, None, 0.0)
     text, sent = "", request.resume_token_ids
-    for event in one.stream.take():
+    for event in one.outbox.take():
         assert isinstance(event, Tokens)
         assert event.index == len(sent)
         text, sent = text + event.text, sent + event.token_ids
@@ -85,7 +97,8 @@ def test_a_cut_anywhere_changes_nothing(
 @pytest.mark.parametrize(("resumed", "over"), [((97,), None), ((97, 98), "stop"), ((97, 97, 97), "length")])
 def test_a_replica_knows_an_output_that_is_whole(resumed: tuple[int, ...], over: str | None) -> None:
     sampling = SamplingParams(max_tokens=3, stop=("ab",))
-    assert generation(GenerateRequest(prompt="x", sampling=sampling, resume_token_ids=resumed)).ended_elsewhere == over
+    request = GenerateRequest(prompt="x", sampling=sampling, resume_token_ids=resumed)
+    assert live_request(request).output.complete == over
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +147,7 @@ def test_a_prompts_text_goes_on_and_an_answer_begins_a_text(
 def test_a_stop_string_in_the_text_that_comes_free_last(stop: str, reason: FinishReason, told: str, text: str) -> None:
     """Half a character becomes U+FFFD only where the output ends with it."""
     request = GenerateRequest(prompt="x", sampling=SamplingParams(max_tokens=3, stop=(stop,)), stream=False)
-    one = generation(request)
+    one = live_request(request)
     for token_id in b"a\xf0\x9f":
         one.reason = one.advance(token_id, None, 0.0)
     assert one.reason == "length"

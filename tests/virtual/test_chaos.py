@@ -200,13 +200,12 @@ class Watched(trio.abc.Instrument):
         self.streams: list[Stream] = []
         self.step_ends: set[float] = set()
         self._last_end_s = 0.0
-        self._admission = engine._admission
-        self._requests = engine._requests
+        self._core = engine.core
         self._scheduler = engine.scheduler
-        self._worker_step, self._decide, self._enqueue = worker.step, self._scheduler.decide, self._requests.enqueue
+        self._worker_step, self._decide, self._add = worker.step, self._scheduler.decide, self._core.add
         worker.step = self._step  # type: ignore[method-assign]
         self._scheduler.decide = self._decided  # type: ignore[method-assign]
-        self._requests.enqueue = self._enqueued  # type: ignore[method-assign]
+        self._core.add = self._added  # type: ignore[method-assign]
         worker.fail = lambda plan: (
             len(worker.plans) - 1 in failing_steps
             or (isinstance(plan, PaddedStart | PagedStep) and any(ord(POISON) in row.token_ids for row in plan.rows))
@@ -214,15 +213,15 @@ class Watched(trio.abc.Instrument):
 
     def after_task_step(self, task: trio.lowlevel.Task) -> None:
         """The books are right whoever has just run."""
-        admission, waiting = self._admission, self._requests.waiting
+        admission, waiting = self._core._admission, self._scheduler.queue
         self._expect(
-            admission.tokens == sum(len(work.token_ids) for work in waiting.values())
+            admission.tokens == sum(len(work.token_ids) for work in waiting)
             and len(waiting) <= admission.requests <= admission._max_requests,
-            lambda: f"{admission!r} for {[*waiting.values()]}",
+            lambda: f"{admission!r} for {[*waiting]}",
         )
         self._expect(
             all(stream.live or stream.terminal is not None for stream in self.streams)
-            and {id(generation.stream) for generation in self._requests.live.values()}
+            and {id(live.outbox) for live in self._core._live.values()}
             >= {id(stream) for stream in self.streams if stream.live},
             lambda: "a live stream that the engine has forgotten",
         )
@@ -250,10 +249,9 @@ class Watched(trio.abc.Instrument):
         )
         return decision
 
-    def _enqueued(self, *args: Any, **kwargs: Any) -> Stream:
-        stream = self._enqueue(*args, **kwargs)
+    def _added(self, stream: Stream, *args: Any, **kwargs: Any) -> None:
+        self._add(stream, *args, **kwargs)
         self.streams.append(stream)
-        return stream
 
     def _expect(self, holds: bool, what: Callable[[], str]) -> None:
         if not holds:  # raised from an instrument it would only be logged
@@ -512,11 +510,11 @@ async def play(scenario: Scenario) -> None:
 
 
 def assert_idle(engine: BatchEngine, server: Server) -> None:
-    requests, admission = engine._requests, engine._admission
-    assert (requests.live, requests.waiting, requests._held_before_s) == ({}, {}, {})
+    core, admission = engine.core, engine.core._admission
+    assert core._live == {}
     assert (admission.requests, admission.tokens) == (0, 0)
-    assert requests._fairness._lines == {}
-    assert requests.timers._heap == []
+    assert core._fairness._lines == {}
+    assert len(core._deadlines) == 0
     assert (engine.scheduler.running, len(engine.scheduler.queue)) == (0, 0)
     if isinstance(engine.scheduler, ContinuousScheduler):
         pool = engine.scheduler.pool

@@ -86,8 +86,8 @@ async def ending(stream: Stream) -> Finished | Failed:
 
 def assert_books_balance(engine: BatchEngine) -> None:
     """Nobody is between two places: what admission counts is what the status says."""
-    admission, status = engine._admission, engine.status()
-    works = engine._requests.waiting.values()
+    admission, status = engine.core._admission, engine.status()
+    works = engine.scheduler.queue
     assert (admission.requests, admission.lent) == (status.waiting, 0)
     assert admission.tokens == status.queued_tokens - sum(work.max_new_tokens for work in works)
 

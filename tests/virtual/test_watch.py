@@ -49,7 +49,7 @@ async def test_a_dynamic_batch_shows_its_finished_rows_as_kept(autojump_clock: M
         short, long = await engine.submit(request(2)), await engine.submit(request(5))
         async for _ in long:
             pass
-        snapshot = watcher.take()
+        snapshot = watcher.take(trio.current_time())
         assert phases(snapshot, 0) == ["prefill", "decode", "kept", "kept", "kept"]
         assert phases(snapshot, 1) == ["prefill", "decode", "decode", "decode", "decode"]
         assert phases(snapshot, 2) == [None] * 5
@@ -66,10 +66,10 @@ async def test_a_continuous_batch_gives_a_slot_to_the_next_at_once(autojump_cloc
         long = await engine.submit(request(9))
         await engine.submit(request(2))
         await engine.submit(request(2))
-        assert watcher.take().queue_depth >= 1
+        assert watcher.take(trio.current_time()).queue_depth >= 1
         async for _ in long:
             pass
-        snapshot = watcher.take()
+        snapshot = watcher.take(trio.current_time())
         assert phases(snapshot, 0) == ["prefill", *["decode"] * 8]
         # The loop may have taken the first request before the others came.
         joined = phases(snapshot, 1).index("prefill")
@@ -89,7 +89,7 @@ async def test_a_cancel_in_the_queue_is_seen_at_once(autojump_clock: MockClock) 
         await trio.sleep(1)
         stream.cancel()
         assert changes[-1] == trio.current_time()
-        assert watcher.take().queue_depth == 0
+        assert watcher.take(trio.current_time()).queue_depth == 0
 
 
 async def test_watchers_make_no_difference_to_the_tokens(autojump_clock: MockClock) -> None:
@@ -103,7 +103,7 @@ async def test_watchers_make_no_difference_to_the_tokens(autojump_clock: MockClo
                 for stream in streams
             ]
             if watcher is not None:
-                assert watcher.take().steps
+                assert watcher.take(trio.current_time()).steps
             return told
 
     assert await run(True) == await run(False)

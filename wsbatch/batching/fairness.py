@@ -1,7 +1,54 @@
-"""A fair share of the queue between clients."""
+"""A fair share of the queue between clients: whose turn it is, and who has to give way."""
 
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from wsbatch.batching.queue import Work
+
+
+class Client(NamedTuple):
+    """Whose a request is.
+
+    Attributes:
+        peer: who shares the room in the queue with other peers: the address that a connection comes from.
+        connection: who takes turns with the other connections, of this peer and of others.
+    """
+
+    peer: Hashable = None
+    connection: Hashable = None
+
+
+NOBODY = Client()
+"""Whose a request is that was made in this process."""
+
+
+def giving_way(
+    waiting: Iterable[tuple[Client, Work]], client: Client, *, priority: int, max_requests: int
+) -> list[Work]:
+    """The waiting requests that may be dropped for a request of this client, in the order in which they give way.
+
+    They are less urgent than it. Requests of other peers are among them only while the client's peer waits with less
+    than its share of the queue, an equal part of `max_requests`, and no more of each peer than it has beyond that
+    share: nobody is driven out by somebody who calls everything urgent.
+    """
+    waiting = list(waiting)
+    counts = Counter(other.peer for other, _ in waiting)
+    peers = len(counts | Counter([client.peer]))
+    share = max(1, max_requests // peers)
+    beyond = {peer: max(0, count - share) for peer, count in counts.items()}
+    own = counts[client.peer]
+    works: list[Work] = []
+    for other, work in sorted(waiting, key=lambda each: (each[1].priority, each[1].order), reverse=True):
+        if work.priority <= priority:
+            break
+        if other.peer == client.peer:
+            works.append(work)
+        elif own < share and beyond[other.peer]:
+            beyond[other.peer] -= 1
+            works.append(work)
+    return works
 
 
 @dataclass(slots=True)

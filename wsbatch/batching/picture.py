@@ -33,26 +33,15 @@ class Picture:
     Args:
         scheduler: its name.
         slots: rows that a step can have.
-        clock: seconds; only differences and order matter.
-        queue_depth: requests waiting now.
-        running: live requests past the queue now.
+        now_s: the time now, in seconds; only differences and order matter.
     """
 
-    def __init__(
-        self,
-        scheduler: str,
-        slots: int,
-        *,
-        clock: Callable[[], float],
-        queue_depth: Callable[[], int],
-        running: Callable[[], int],
-    ) -> None:
+    def __init__(self, scheduler: str, slots: int, *, now_s: float) -> None:
         self._scheduler = scheduler
         self._slots = slots
-        self._clock = clock
-        self._queue_depth = queue_depth
-        self._running = running
-        self._origin_s = clock()
+        self._queue_depth = 0
+        self._running = 0
+        self._origin_s = now_s
         self._watchers: set[Watcher] = set()
         self._steps: deque[BatchStep] = deque()
         self._rows = 0  # in all of `_steps`
@@ -88,11 +77,15 @@ class Picture:
         while self._rows > MAX_ROWS:
             self._rows -= len(self._steps.popleft().rows)
         self._window.append(_Spent(ended_s, tokens, cost))
-        self._trim_window()
-        self.changed()
+        self._trim_window(ended_s)
+        self._tell()
 
-    def changed(self) -> None:
-        """Tell the watchers: a step ended, or a request came or went."""
+    def changed(self, *, queue_depth: int, running: int) -> None:
+        """A request came, started or ended: so many wait now, and so many are past the queue."""
+        self._queue_depth, self._running = queue_depth, running
+        self._tell()
+
+    def _tell(self) -> None:
         for watcher in self._watchers:
             watcher.on_change()
 
@@ -106,9 +99,9 @@ class Picture:
             self._free.clear()
             self._rows = 0
 
-    def snapshot(self, seen: int) -> tuple[BatchSnapshot, int]:
+    def snapshot(self, seen: int, now_s: float) -> tuple[BatchSnapshot, int]:
         """The batch now, with the steps after number `seen`; and the number of the last one."""
-        self._trim_window()
+        self._trim_window(now_s)
         new = self._recorded - seen
         steps = tuple(self._steps)[-new:] if new else ()
         issued = useful = decode_slots = useful_decode_slots = tokens = 0
@@ -120,11 +113,11 @@ class Picture:
             issued += cost.prefill_tokens + cost.decode_slots
             useful += cost.useful_prefill_tokens + cost.useful_decode_slots
         picture = BatchSnapshot(
-            t_ms=self._ms(self._clock()),
+            t_ms=self._ms(now_s),
             scheduler=self._scheduler,
             slots=self._slots,
-            queue_depth=self._queue_depth(),
-            running=self._running(),
+            queue_depth=self._queue_depth,
+            running=self._running,
             tokens_per_s=round(tokens / WINDOW_S, 1),
             steps=steps,
             steps_dropped=new - len(steps),
@@ -144,8 +137,8 @@ class Picture:
                 self._slot_of[key] = heappop(self._free) if self._free else len(self._slot_of)
         return tuple([(self._slot_of[key], key, phase) for key, phase in lanes])
 
-    def _trim_window(self) -> None:
-        since_s = self._clock() - WINDOW_S
+    def _trim_window(self, now_s: float) -> None:
+        since_s = now_s - WINDOW_S
         while self._window and self._window[0].ended_s <= since_s:
             self._window.popleft()
 
@@ -161,9 +154,9 @@ class Watcher:
         self._picture = picture
         self._seen = seen
 
-    def take(self) -> BatchSnapshot:
-        """The batch now, with the steps since the last `take`."""
-        snapshot, self._seen = self._picture.snapshot(self._seen)
+    def take(self, now_s: float) -> BatchSnapshot:
+        """The batch at this time, with the steps since the last `take`."""
+        snapshot, self._seen = self._picture.snapshot(self._seen, now_s)
         return snapshot
 
     def close(self) -> None:

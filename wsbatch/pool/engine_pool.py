@@ -1,12 +1,13 @@
 """`EnginePool`: an engine whose steps are run elsewhere. `open_pool` makes one."""
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import trio
 
+from wsbatch.batching.fairness import NOBODY, Client
 from wsbatch.batching.picture import Picture, Watcher
 from wsbatch.client.errors import ProtocolError
 from wsbatch.config import PoolConfig
@@ -45,9 +46,7 @@ class EnginePool:
         self._draining = False
         self._ended = trio.lowlevel.ParkingLot()  # who waits for requests to end, here or on a replica
         self._timers = Timers(self._wake)
-        self._picture = Picture(
-            "pool", 0, clock=trio.current_time, queue_depth=lambda: self._count()[0], running=lambda: self._count()[1]
-        )
+        self._picture = Picture("pool", 0, now_s=trio.current_time())
         self.metrics.watch(lambda: self._count()[1], lambda: self._count()[0], lambda: None)
         self._pool_metrics = PoolMetrics(self.metrics.registry, lambda: len(self._ready()))
 
@@ -138,7 +137,7 @@ class EnginePool:
         self,
         request: GenerateRequest,
         *,
-        client: Hashable = None,
+        client: Client = NOBODY,
         on_event: Callable[[Stream], None] | None = None,
     ) -> Stream:
         """See `Engine.submit`. Waits for a replica's answer. Fair shares are the replicas' matter."""
@@ -253,7 +252,7 @@ class EnginePool:
         elif route.refusal is not None:
             self.metrics.count_refused(route.refusal.code)
         self._ended.unpark_all()
-        self._picture.changed()
+        self._tell_watchers()
 
     def _wake(self, key: int) -> None:
         if (route := self._routes.get(key)) is not None:
@@ -276,10 +275,14 @@ class EnginePool:
             elif now_s >= route.not_before_s:
                 del self._held[route.key]
                 route.dispatch()  # which holds it again where there is still no place
-        self._picture.changed()
+        self._tell_watchers()
 
     def _ready(self) -> list[Replica]:
         return [replica for replica in self.replicas.values() if replica.state == "ready"]
+
+    def _tell_watchers(self) -> None:
+        waiting, running = self._count()
+        self._picture.changed(queue_depth=waiting, running=running)
 
     def _count(self) -> tuple[int, int]:
         """Requests that wait, and that run."""

@@ -1,10 +1,11 @@
 """An engine that does what a test tells it, in place of a model and its batcher."""
 
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import trio
 
+from wsbatch.batching.fairness import NOBODY, Client
 from wsbatch.batching.picture import Picture, Watcher
 from wsbatch.engine import EngineState
 from wsbatch.errors import Draining, EngineDead, RequestError
@@ -33,13 +34,11 @@ class ScriptedEngine:
         self.state: EngineState = "ready"
         self.live: list[Stream] = []
         self.submitting = 0
-        self.clients: list[Hashable] = []
+        self.clients: list[Client] = []
         self.submit_s = submit_s
         self.cancellable = True
         self.refuse: RequestError | None = None
-        self.picture = Picture(
-            "continuous", 8, clock=trio.current_time, queue_depth=lambda: 0, running=lambda: len(self.live)
-        )
+        self.picture = Picture("continuous", 8, now_s=trio.current_time())
         self._produced: dict[Stream, int] = {}
         self._changed = trio.Event()
         self._death: EngineDead | None = None
@@ -57,7 +56,7 @@ class ScriptedEngine:
         self,
         request: GenerateRequest,
         *,
-        client: Hashable = None,
+        client: Client = NOBODY,
         on_event: Callable[[Stream], None] | None = None,
     ) -> Stream:
         """Accept after `submit_s`, unless refused."""
@@ -160,5 +159,6 @@ class ScriptedEngine:
         self._notify()
 
     def _notify(self) -> None:
+        self.picture.changed(queue_depth=0, running=len(self.live))
         self._changed.set()
         self._changed = trio.Event()

@@ -43,7 +43,7 @@ class VirtualWorker:
         return self.model.compute(plan)
 
 
-async def tokenise_here(function: Callable[[], list[int]]) -> list[int]:
+async def tokenise_here(function: Callable[[], list[int]], own: trio.CapacityLimiter) -> list[int]:
     """Stands in for a thread: autojump would count a real one as idle time and jump over it."""
     await trio.lowlevel.checkpoint()
     return function()

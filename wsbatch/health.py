@@ -1,4 +1,4 @@
-"""The model's failures: told to the log, and counted, until it is the model that is in question and no request."""
+"""Whether the model works: its failures are logged and counted, until it is the model that is in question."""
 
 import logging
 from collections import deque
@@ -9,24 +9,30 @@ from wsbatch.errors import StepFailed
 _logger = logging.getLogger("wsbatch.engine")
 
 SUSPICIOUS = 3
+PROBES = 3
+_PROBE_TOKENS = 16
 _LOGGED = 10
 _LOG_PERIOD_S = 60.0
 
 
-class Failures:
-    """Failed steps in a row; a step that gives anybody a token ends the row.
+class ModelHealth:
+    """Counts failed steps in a row; a step that gives anybody a token ends the row.
 
     Attributes:
         in_a_row: steps in which something failed, and that gave no token, since the last that gave one.
+        doubtful: whether a probe of the model has failed: nothing is to be let in until the next one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, vocab_size: int) -> None:
         self.in_a_row = 0
+        self.doubtful = False
+        self._vocab_size = vocab_size
+        self._proven: tuple[int, ...] = ()  # the beginning of a prompt that gave a token
         self._logged_s: deque[float] = deque(maxlen=_LOGGED)
         self._unlogged = 0
 
     def __repr__(self) -> str:
-        return f"<Failures {self.in_a_row} in a row>"
+        return f"<ModelHealth {self.in_a_row} failures in a row{', doubtful' if self.doubtful else ''}>"
 
     @property
     def suspicious(self) -> bool:
@@ -41,6 +47,17 @@ class Failures:
             self.in_a_row += 1
         for failure in failures:
             self._log(failure, now_s)
+
+    def succeeded(self, prompt_ids: tuple[int, ...]) -> None:
+        """A step gave a token to the request with this prompt."""
+        self._proven = self._proven or prompt_ids[:_PROBE_TOKENS]
+
+    def probe_ids(self, attempt: int) -> tuple[int, ...]:
+        """The prompt of a probe: the beginning of one that gave a token, where there ever was one.
+
+        No client can make that fail. Without one, another id at each attempt: 0, 1 or 2.
+        """
+        return self._proven or (attempt * self._vocab_size // PROBES,)
 
     def _log(self, failure: StepFailed, now_s: float) -> None:
         """Tell the log, ten times a minute at most: it must not be for a client to fill it."""

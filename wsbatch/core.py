@@ -1,0 +1,384 @@
+"""The engine as plain synchronous code: the one owner of every live request.
+
+It decides and never waits. Time is an argument (`now_s`, seconds on the caller's clock, never going back), and what the
+caller has to do is the return value: run this step, wait until then, or idle. `BatchEngine` is its shell on Trio.
+
+A request comes in by `check`, `reserve`, `fit` and `add`, in this order. From `add` on it is live, and has exactly one
+ending, by one of the functions that end requests: `complete` and `abort` (its output is over, its step failed),
+`cancel`, `expire`, `shut_down`, `die`, or `add` of another that it gives way to.
+"""
+
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
+
+from wsbatch.batching.accounting import RowReport
+from wsbatch.batching.admission import Admission, Place
+from wsbatch.batching.fairness import Client, FairShare, giving_way
+from wsbatch.batching.picture import Picture
+from wsbatch.batching.queue import Work
+from wsbatch.batching.scheduler import Decision, Idle, Scheduler, Step, StepOutcome, WaitUntil
+from wsbatch.checks import RequestChecks
+from wsbatch.config import EngineConfig
+from wsbatch.deadlines import Deadlines
+from wsbatch.errors import (
+    Draining,
+    EngineDead,
+    ModelError,
+    QueueFull,
+    QueueTimeout,
+    RequestError,
+    Shed,
+    SlowConsumer,
+    StepFailed,
+)
+from wsbatch.health import ModelHealth
+from wsbatch.hold import HoldClock
+from wsbatch.messages import DEFAULT_PRIORITY, Accepted, FinishReason, GenerateRequest, RowPhase, Status
+from wsbatch.metrics import EngineMetrics
+from wsbatch.outbox import Outbox
+from wsbatch.output import Output
+from wsbatch.request import LiveRequest
+from wsbatch.steps import ModelInfo, RowSampling, StepResult
+from wsbatch.text import TextCodec
+
+_SEED_BITS = 53
+
+
+class EngineCore:
+    """Admission, the queue, the steps and every ending of one engine.
+
+    Args:
+        config: bounds and timeouts.
+        info: the model's facts; `max_model_len` is what the scheduler's cache can hold, too.
+        scheduler: decides when and who.
+        codec: turns ids into text.
+        now_s: the time now.
+
+    Attributes:
+        metrics, picture: told of everything that happens.
+        health: whether the model works.
+        draining: whether nothing is admitted any more because the engine is to end.
+        death: why the engine is dead; None while it lives.
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, info: ModelInfo, scheduler: Scheduler, codec: TextCodec, now_s: float
+    ) -> None:
+        self.metrics = EngineMetrics()
+        self.picture = Picture(config.scheduler, config.max_batch_size, now_s=now_s)
+        self.health = ModelHealth(vocab_size=info.vocab_size)
+        self.scheduler = scheduler
+        self.draining = False
+        self.death: EngineDead | None = None
+        self._config = config
+        self._info = info
+        self._codec = codec
+        self._checks = RequestChecks(config, info)
+        self._admission = Admission(max_requests=config.max_queue_requests, max_tokens=config.max_queue_tokens)
+        self._fairness = FairShare()
+        self._deadlines = Deadlines()
+        self._hold = HoldClock()
+        self._live: dict[int, LiveRequest] = {}  # accepted, and not yet released by the scheduler; by key
+        self._last_key = 0
+        self._step_began_s: float | None = None  # of the step in flight
+        self._lanes: Sequence[tuple[int, RowPhase]] = ()  # its rows, where somebody watches
+        self.metrics.watch(lambda: scheduler.running, lambda: len(scheduler.queue), scheduler.cache)
+
+    def __repr__(self) -> str:
+        return f"<EngineCore: {len(self._live)} live requests, {self.scheduler!r}, {self._admission!r}>"
+
+    # Admission
+
+    def refusal(self) -> RequestError | None:
+        """Why a request of the default class made now would be refused; None if one may be let in."""
+        full = self._admission.refusal()
+        if full is not None and self._giving_way(DEFAULT_PRIORITY, Client()):
+            full = None
+        return self._closed() or full
+
+    def check(self, request: GenerateRequest) -> GenerateRequest:
+        """The request, if nothing is wrong with it and the engine is open. Raises RequestError."""
+        self._check_open()
+        return self._checks.check(request)
+
+    def reserve(self, request: GenerateRequest, client: Client) -> Place:
+        """A place to tokenise the request in. Raises QueueFull where there is none, whoever might give way."""
+        full = self._admission.refusal() is not None
+        return self._admission.reserve(sheddable=len(self._giving_way(request.priority, client)) if full else 0)
+
+    def queue_deadline_s(self, request: GenerateRequest, arrived_s: float) -> float:
+        """When a request has waited too long, from its arrival on, for its tokens and in the queue."""
+        longest_ms = min(request.queue_timeout_ms or inf, request.timeout_ms or inf, self._config.queue_timeout_ms)
+        return arrived_s + longest_ms / 1000
+
+    def fit(self, request: GenerateRequest, prompt_ids: Sequence[int]) -> GenerateRequest:
+        """The request with its `max_tokens`, known from its prompt. Raises BadRequest or NeverFits."""
+        return self._checks.fit(request, prompt_ids)
+
+    def add(
+        self, outbox: Outbox, prompt_ids: Sequence[int], place: Place, *, client: Client, arrived_s: float, now_s: float
+    ) -> None:
+        """Make a live request of one that has been checked and holds a place; its outbox begins with `Accepted`.
+
+        Raises RequestError where it cannot be let in after all; then nothing has happened, to nobody. Otherwise the
+        requests that give way are dropped, and the place is the live request's.
+        """
+        request = outbox.request
+        self._check_open()  # once more: tokenising may have taken long
+        token_ids = (*prompt_ids, *request.resume_token_ids)
+        self._checks.check_latency(len(token_ids), admission=self._admission, scheduler=self.scheduler)
+        victims = self._make_way(request, client, len(token_ids), place)
+        ends = frozenset(request.sampling.stop_token_ids)
+        if not request.sampling.ignore_eos:
+            ends |= self._info.eos_token_ids
+        output = Output(request, prompt_ids, codec=self._codec, end_ids=ends)
+        # From here on nothing fails.
+        shed = Shed("dropped from the queue for a more urgent request", retry_after_ms=self._admission.retry_after_ms())
+        self._fail([victim.key for victim in victims], shed, now_s)
+        place.fill(len(token_ids))
+        self._last_key += 1
+        sampling = request.sampling
+        seed = sampling.seed if sampling.seed is not None else secrets.randbits(_SEED_BITS)
+        work = Work(
+            key=self._last_key,
+            token_ids=token_ids,
+            max_new_tokens=sampling.most_tokens - len(request.resume_token_ids),
+            sampling=RowSampling(sampling.temperature, sampling.top_p, sampling.top_k, seed, sampling.logprobs),
+            priority=request.priority,
+            arrived_s=arrived_s,
+            turn_s=self._fairness.turn_s(client, arrived_s, self._admission.interval_s),
+        )
+        live = LiveRequest(
+            outbox,
+            work=work,
+            output=output,
+            place=place,
+            client=client,
+            held_before_s=self._hold.reading_s(now_s),
+        )
+        outbox.key = work.key
+        self._live[work.key] = live
+        outbox.accept(Accepted(request.id, len(prompt_ids), len(self.scheduler.queue), seed))
+        self.metrics.prompt_tokens.inc(len(prompt_ids))
+        self._deadlines.set(work.key, self.queue_deadline_s(request, arrived_s))
+        self.scheduler.add(work)
+        self._changed()
+        if output.complete is not None:
+            self._finish(live, output.complete, now_s)
+
+    # Steps
+
+    def next(self, now_s: float) -> Decision:
+        """What to do now. After a `Step`, `complete` or `abort` must come before the next `next`.
+
+        Raises EngineDead where requests wait and nothing will ever run.
+        """
+        self._hold.release(now_s)
+        decision = self.scheduler.decide(now_s)
+        match decision:
+            case Step(started=started):
+                for key in started:
+                    self._start(self._live[key], now_s)
+                if started:
+                    self._admission.started(len(started), now_s)
+                    self._changed()
+                self._lanes = self.scheduler.lanes() if self.picture.watched else ()
+                self._step_began_s = now_s
+            case WaitUntil():
+                self._hold.hold(now_s)
+            case Idle() if (waiting := len(self.scheduler.queue)) > 0:
+                raise EngineDead(f"the scheduler is wedged: {waiting} requests wait and nothing runs")
+        return decision
+
+    def complete(self, result: StepResult, failed: Mapping[int, StepFailed], now_s: float) -> None:
+        """The step in flight has this result; the requests with these keys failed in it."""
+        for key, cause in failed.items():
+            if key in self._live:  # else it was cancelled, or timed out, while the step was looking for it
+                self._fail([key], ModelError(f"the model failed: {cause}"), now_s)
+        outcome = self.scheduler.complete(result, now_s)
+        self.health.record(failed.values(), tokens=len(outcome.tokens), now_s=now_s)
+        self.metrics.observe_step(outcome.cost)
+        began_s, self._step_began_s = self._step_began_s, None
+        assert began_s is not None
+        self.picture.record(self._lanes, outcome.cost, tokens=len(outcome.tokens), started_s=began_s, ended_s=now_s)
+        self._deliver(outcome, now_s)
+        self._settle(now_s)
+        self._changed()
+
+    def abort(self, error: StepFailed, now_s: float) -> None:
+        """The step in flight failed as a whole: all requests in it end with `model_error`."""
+        self._step_began_s = None
+        self.health.record([error], tokens=0, now_s=now_s)
+        self._fail(self.scheduler.abort(now_s), ModelError(f"the model failed: {error}"), now_s)
+        self._settle(now_s)
+
+    def _start(self, live: LiveRequest, now_s: float) -> None:
+        live.started_s = now_s
+        live.batch_wait_s = self._hold.reading_s(now_s) - live.held_before_s
+        self._deadlines.set(live.key, live.deadline_s)
+        live.place.leave()
+        self._fairness.leave(live.client)
+        live.outbox.start()
+
+    def _deliver(self, outcome: StepOutcome, now_s: float) -> None:
+        if outcome.tokens:
+            self.health.succeeded(self._live[outcome.tokens[0].key].work.token_ids)
+        for token in outcome.tokens:
+            live = self._live[token.key]
+            try:
+                reason = live.advance(token.token_id, token.logprobs, now_s)
+            except RequestError as error:
+                self._fail([token.key], error, now_s)
+                continue
+            if reason is not None:
+                # A whole answer (`stream: false`) is told when its slot is free: in a padded batch, at the batch's end.
+                self._finish(live, reason, now_s, at_release=not live.request.stream)
+            elif live.outbox.overdue(bound := self._config.max_unsent_tokens, now_s):
+                slow = SlowConsumer(f"more than {bound} tokens are unread, the most allowed")
+                self._fail([token.key], slow, now_s)
+
+    def _settle(self, now_s: float) -> None:
+        """Slots that became free: what waited for that is told now."""
+        for release in self.scheduler.releases():
+            live = self._live.pop(release.key)
+            self.metrics.hol_delay.observe(release.hol_delay_s)
+            if live.outbox.live:
+                self._tell(live, release.report, release.hol_delay_s, now_s)
+
+    # Endings
+
+    @property
+    def unfinished(self) -> list[Outbox]:
+        """The requests whose terminal event is still to come."""
+        return [live.outbox for live in self._live.values() if live.outbox.live]
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When `expire` has something to do; infinity for never."""
+        return self._deadlines.next_s
+
+    def cancel(self, outbox: Outbox, now_s: float) -> None:
+        """End this live request with `cancelled`."""
+        self._finish(self._live[outbox.key], "cancelled", now_s)
+
+    def expire(self, now_s: float) -> None:
+        """End the requests that have run out of time."""
+        for key in self._deadlines.due(now_s):
+            if key in self.scheduler.queue:
+                late = QueueTimeout("the request waited in the queue for its whole queue timeout")
+                self._fail([key], late, now_s)
+            else:
+                self._finish(self._live[key], "timeout", now_s)
+
+    def shut_down(self, now_s: float) -> None:
+        """Admit nothing more, and end all requests with `shutdown`."""
+        self.draining = True
+        for outbox in self.unfinished:
+            self._finish(self._live[outbox.key], "shutdown", now_s)
+
+    def die(self, death: EngineDead, now_s: float) -> None:
+        """Admit nothing more, and end all requests with this error."""
+        self.death = death
+        self._fail([outbox.key for outbox in self.unfinished], death, now_s)
+
+    def _finish(self, live: LiveRequest, reason: FinishReason, now_s: float, *, at_release: bool = False) -> None:
+        """The request's own end, told now or when its slot is released; one that waited for that is told now."""
+        if live.reason is None:
+            live.reason = reason
+        if not at_release:
+            self._tell(live, self.scheduler.report(live.key), 0.0, now_s)
+        self._end(live.key, now_s)
+
+    def _tell(self, live: LiveRequest, report: RowReport | None, hol_delay_s: float, now_s: float) -> None:
+        self._deadlines.drop(live.key)
+        try:
+            finished = live.finished(report, hol_delay_s=hol_delay_s, now_s=now_s)
+        except RequestError as error:
+            self.metrics.refused.labels(error.code).inc()
+            live.outbox.fail(error)
+        else:
+            self.metrics.observe_finished(finished)
+            live.outbox.finish(finished)
+
+    def _fail(self, keys: Iterable[int], error: RequestError, now_s: float) -> None:
+        keys = list(keys)
+        for key in keys:
+            self._deadlines.drop(key)
+            outbox = self._live[key].outbox
+            if outbox.live:
+                self.metrics.refused.labels(error.code).inc()
+                outbox.fail(error)
+        # Only then: ending one may release them all, where they shared a batch.
+        for key in keys:
+            self._end(key, now_s)
+
+    def _end(self, key: int, now_s: float) -> None:
+        """The scheduler is told; a request that never started is gone with that, others at their release."""
+        waiting = key in self.scheduler.queue
+        self.scheduler.end(key, now_s)
+        if waiting:
+            live = self._live.pop(key)
+            live.place.leave()
+            self._fairness.leave(live.client)
+        else:
+            self._settle(now_s)
+        self._changed()
+
+    # What others are told
+
+    def status(self, now_s: float) -> Status:
+        """How much work there is."""
+        queue = self.scheduler.queue
+        running = [live for live in self._live.values() if live.key not in queue]
+        oldest_s = min((work.arrived_s for work in queue), default=now_s)
+        began_s = self._step_began_s
+        refusal = self.refusal()
+        return Status(
+            state="dead" if self.death else "draining" if self.draining else "ready",
+            waiting=len(queue),
+            running=sum(live.reason is None for live in running),
+            queued_tokens=sum(len(work.token_ids) + work.max_new_tokens for work in queue),
+            running_tokens=sum(live.tokens_left for live in running),
+            max_batch_size=self._config.max_batch_size,
+            queue_ms=round((now_s - oldest_s) * 1000, 3),
+            step_ms=0.0 if began_s is None else round((now_s - began_s) * 1000, 3),
+            retry_after_ms=None if refusal is None else refusal.retry_after_ms or 1000,
+        )
+
+    def _changed(self) -> None:
+        self.picture.changed(queue_depth=len(self.scheduler.queue), running=self.scheduler.running)
+
+    def _closed(self) -> RequestError | None:
+        if self.death is not None:
+            return self.death
+        if self.draining:
+            return Draining("the server is shutting down", retry_after_ms=1000)
+        if self.health.doubtful:
+            return QueueFull("the model fails and is being probed", retry_after_ms=1000)
+        return None
+
+    def _check_open(self) -> None:
+        if (closed := self._closed()) is not None:
+            raise closed
+
+    def _giving_way(self, priority: int, client: Client) -> list[Work]:
+        waiting = ((self._live[work.key].client, work) for work in self.scheduler.queue)
+        return giving_way(waiting, client, priority=priority, max_requests=self._config.max_queue_requests)
+
+    def _make_way(self, request: GenerateRequest, client: Client, tokens: int, place: Place) -> list[Work]:
+        """Who has to leave the queue for a request of so many tokens: nobody where there is room.
+
+        Raises QueueFull where it cannot be let in even so: nobody is to give way for nothing.
+        """
+        full = self._admission.lacks(place, tokens)
+        if full is None:
+            return []
+        victims: list[Work] = []
+        freed = 0
+        for victim in self._giving_way(request.priority, client):
+            victims.append(victim)
+            freed += len(victim.token_ids)
+            if self._admission.lacks(place, tokens, less_requests=len(victims), less_tokens=freed) is None:
+                return victims
+        raise full

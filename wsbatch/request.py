@@ -1,0 +1,124 @@
+"""One accepted request inside the engine: all that is known of it, in one record."""
+
+from math import inf
+
+from wsbatch.batching.accounting import RowReport
+from wsbatch.batching.admission import Place
+from wsbatch.batching.fairness import Client
+from wsbatch.batching.queue import Work
+from wsbatch.messages import BatchReport, Finished, FinishReason, GenerateRequest, Timing, TokenLogprobs, Usage
+from wsbatch.outbox import Outbox
+from wsbatch.output import Output
+
+_NO_COMPANY = RowReport(max_size=0, mean_size=0.0, issued_tokens=0, useful_tokens=0, cached_tokens=0)
+
+
+class LiveRequest:
+    """A request from its place in the queue until its slot is free.
+
+    Args:
+        outbox: where its events go.
+        work: what the scheduler knows of it.
+        output: its tokens and text.
+        place: its place in the queue.
+        client: whose it is.
+        held_before_s: reading of the engine's hold clock when it came.
+
+    Attributes:
+        reason: why it is over, from its own end on.
+        started_s: when its first step began; None while it waits.
+        batch_wait_s: of its time in the queue, how long the model was free; known once it has started.
+    """
+
+    def __init__(
+        self, outbox: Outbox, *, work: Work, output: Output, place: Place, client: Client, held_before_s: float
+    ) -> None:
+        self.outbox = outbox
+        self.work = work
+        self.output = output
+        self.place = place
+        self.client = client
+        self.held_before_s = held_before_s
+        self.reason: FinishReason | None = None
+        self.started_s: float | None = None
+        self.batch_wait_s = 0.0
+        self._prompt_tokens = len(work.token_ids) - len(self.request.resume_token_ids)
+        self._first_token_s: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<LiveRequest {self.key}: {self.output!r}, {self.reason or 'live'}>"
+
+    @property
+    def key(self) -> int:
+        """The engine's own number for it."""
+        return self.work.key
+
+    @property
+    def request(self) -> GenerateRequest:
+        """What was asked."""
+        return self.outbox.request
+
+    @property
+    def tokens_left(self) -> int:
+        """How many it may still generate."""
+        return 0 if self.reason is not None else self.output.tokens_left
+
+    @property
+    def deadline_s(self) -> float:
+        """When the whole request has taken too long; infinity where it has no such bound."""
+        return self.work.arrived_s + (self.request.timeout_ms or inf) / 1000
+
+    def advance(self, token_id: int, logprobs: TokenLogprobs | None, now_s: float) -> FinishReason | None:
+        """Take the next token; returns why the request is over with it, if it is.
+
+        Raises ModelError where the codec cannot turn it into text.
+        """
+        if self._first_token_s is None:
+            self._first_token_s = now_s
+        if self.output.ends_with(token_id):
+            return "stop"
+        text, reason = self.output.push(token_id, logprobs)
+        if self.request.stream:
+            self.outbox.push([token_id], text, [] if logprobs is None else [logprobs])
+        return reason
+
+    def finished(self, report: RowReport | None, *, hol_delay_s: float, now_s: float) -> Finished:
+        """The terminal event. `report` None means that it never ran. Call once, when `reason` is set.
+
+        Raises ModelError where the codec cannot turn what was held back into text.
+        """
+        assert self.reason is not None
+        text, stopped = self.output.flush()
+        if stopped and self.reason == "length":  # what came free last completes a stop string
+            self.reason = "stop"
+        whole = not self.request.stream
+        company = report or _NO_COMPANY
+        arrived_s = self.work.arrived_s
+        started_s = self.started_s if self.started_s is not None else now_s
+        first_s = self._first_token_s
+        return Finished(
+            self.request.id,
+            self.reason,
+            text,
+            Usage(self._prompt_tokens, len(self.output.token_ids), company.cached_tokens),
+            Timing(
+                queue_ms=_ms(started_s - arrived_s),
+                prefill_ms=_ms(first_s - started_s) if first_s is not None else 0.0,
+                ttft_ms=_ms(first_s - arrived_s) if first_s is not None else 0.0,
+                total_ms=_ms(now_s - arrived_s),
+                batch_wait_ms=_ms(self.batch_wait_s),
+            ),
+            BatchReport(
+                company.max_size,
+                round(company.mean_size, 3),
+                company.issued_tokens,
+                company.useful_tokens,
+                _ms(hol_delay_s),
+            ),
+            tuple(self.output.token_ids) if whole else None,
+            self.output.logprobs,
+        )
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)
