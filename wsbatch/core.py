@@ -12,13 +12,13 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
+from wsbatch.admission import AdmissionControl, Waiting
 from wsbatch.batching.accounting import RowReport
-from wsbatch.batching.admission import Admission, Place
-from wsbatch.batching.fairness import Client, FairShare, giving_way
+from wsbatch.batching.admission import Place
+from wsbatch.batching.fairness import Client
 from wsbatch.batching.picture import Picture
 from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Decision, Idle, Scheduler, Step, StepOutcome, WaitUntil
-from wsbatch.checks import RequestChecks
 from wsbatch.config import EngineConfig
 from wsbatch.deadlines import Deadlines
 from wsbatch.errors import (
@@ -34,7 +34,7 @@ from wsbatch.errors import (
 )
 from wsbatch.health import ModelHealth
 from wsbatch.hold import HoldClock
-from wsbatch.messages import DEFAULT_PRIORITY, Accepted, FinishReason, GenerateRequest, RowPhase, Status
+from wsbatch.messages import Accepted, FinishReason, GenerateRequest, RowPhase, Status
 from wsbatch.metrics import EngineMetrics
 from wsbatch.outbox import Outbox
 from wsbatch.output import Output
@@ -74,9 +74,7 @@ class EngineCore:
         self._config = config
         self._info = info
         self._codec = codec
-        self._checks = RequestChecks(config, info)
-        self._admission = Admission(max_requests=config.max_queue_requests, max_tokens=config.max_queue_tokens)
-        self._fairness = FairShare()
+        self._admission = AdmissionControl(config, info, scheduler)
         self._deadlines = Deadlines()
         self._hold = HoldClock()
         self._live: dict[int, LiveRequest] = {}  # accepted, and not yet released by the scheduler; by key
@@ -92,20 +90,16 @@ class EngineCore:
 
     def refusal(self) -> RequestError | None:
         """Why a request of the default class made now would be refused; None if one may be let in."""
-        full = self._admission.refusal()
-        if full is not None and self._giving_way(DEFAULT_PRIORITY, Client()):
-            full = None
-        return self._closed() or full
+        return self._closed() or self._admission.refusal(self._waiting())
 
     def check(self, request: GenerateRequest) -> GenerateRequest:
         """The request, if nothing is wrong with it and the engine is open. Raises RequestError."""
         self._check_open()
-        return self._checks.check(request)
+        return self._admission.check(request)
 
     def reserve(self, request: GenerateRequest, client: Client) -> Place:
         """A place to tokenise the request in. Raises QueueFull where there is none, whoever might give way."""
-        full = self._admission.refusal() is not None
-        return self._admission.reserve(sheddable=len(self._giving_way(request.priority, client)) if full else 0)
+        return self._admission.reserve(request, client, self._waiting())
 
     def queue_deadline_s(self, request: GenerateRequest, arrived_s: float) -> float:
         """When a request has waited too long, from its arrival on, for its tokens and in the queue."""
@@ -114,7 +108,7 @@ class EngineCore:
 
     def fit(self, request: GenerateRequest, prompt_ids: Sequence[int]) -> GenerateRequest:
         """The request with its `max_tokens`, known from its prompt. Raises BadRequest or NeverFits."""
-        return self._checks.fit(request, prompt_ids)
+        return self._admission.fit(request, prompt_ids)
 
     def add(
         self, outbox: Outbox, prompt_ids: Sequence[int], place: Place, *, client: Client, arrived_s: float, now_s: float
@@ -127,8 +121,7 @@ class EngineCore:
         request = outbox.request
         self._check_open()  # once more: tokenising may have taken long
         token_ids = (*prompt_ids, *request.resume_token_ids)
-        self._checks.check_latency(len(token_ids), admission=self._admission, scheduler=self.scheduler)
-        victims = self._make_way(request, client, len(token_ids), place)
+        victims = self._admission.make_way(request, client, len(token_ids), place, self._waiting())
         ends = frozenset(request.sampling.stop_token_ids)
         if not request.sampling.ignore_eos:
             ends |= self._info.eos_token_ids
@@ -147,7 +140,7 @@ class EngineCore:
             sampling=RowSampling(sampling.temperature, sampling.top_p, sampling.top_k, seed, sampling.logprobs),
             priority=request.priority,
             arrived_s=arrived_s,
-            turn_s=self._fairness.turn_s(client, arrived_s, self._admission.interval_s),
+            turn_s=self._admission.turn_s(client, arrived_s),
         )
         live = LiveRequest(
             outbox,
@@ -217,8 +210,7 @@ class EngineCore:
         live.started_s = now_s
         live.batch_wait_s = self._hold.reading_s(now_s) - live.held_before_s
         self._deadlines.set(live.key, live.deadline_s)
-        live.place.leave()
-        self._fairness.leave(live.client)
+        self._admission.leave(live.place, live.client)
         live.outbox.start()
 
     def _deliver(self, outcome: StepOutcome, now_s: float) -> None:
@@ -319,8 +311,7 @@ class EngineCore:
         self.scheduler.end(key, now_s)
         if waiting:
             live = self._live.pop(key)
-            live.place.leave()
-            self._fairness.leave(live.client)
+            self._admission.leave(live.place, live.client)
         else:
             self._settle(now_s)
         self._changed()
@@ -362,23 +353,5 @@ class EngineCore:
         if (closed := self._closed()) is not None:
             raise closed
 
-    def _giving_way(self, priority: int, client: Client) -> list[Work]:
-        waiting = ((self._live[work.key].client, work) for work in self.scheduler.queue)
-        return giving_way(waiting, client, priority=priority, max_requests=self._config.max_queue_requests)
-
-    def _make_way(self, request: GenerateRequest, client: Client, tokens: int, place: Place) -> list[Work]:
-        """Who has to leave the queue for a request of so many tokens: nobody where there is room.
-
-        Raises QueueFull where it cannot be let in even so: nobody is to give way for nothing.
-        """
-        full = self._admission.lacks(place, tokens)
-        if full is None:
-            return []
-        victims: list[Work] = []
-        freed = 0
-        for victim in self._giving_way(request.priority, client):
-            victims.append(victim)
-            freed += len(victim.token_ids)
-            if self._admission.lacks(place, tokens, less_requests=len(victims), less_tokens=freed) is None:
-                return victims
-        raise full
+    def _waiting(self) -> Waiting:
+        return ((self._live[work.key].client, work) for work in self.scheduler.queue)

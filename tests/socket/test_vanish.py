@@ -25,7 +25,7 @@ class Idle:
 
     def __init__(self, engine: BatchEngine, server: Server) -> None:
         value = engine.metrics.registry.get_sample_value
-        admission, pool = engine.core._admission, engine.scheduler.pool  # type: ignore[attr-defined]
+        admission, pool = engine.core._admission._places, engine.scheduler.pool  # type: ignore[attr-defined]
         self.held = {
             "descriptors": len(os.listdir("/proc/self/fd")),
             "tasks": trio.lowlevel.current_statistics().tasks_living,
@@ -34,7 +34,7 @@ class Idle:
             "waiting": value("wsbatch_num_requests_waiting"),
             "requests": (len(engine.core._live), len(engine.scheduler.queue)),
             "places": (admission.requests, admission.tokens),
-            "lines": len(engine.core._fairness._lines),
+            "lines": len(engine.core._admission._fairness._lines),
             "blocks": (pool.used, pool.free + pool.cached),
             "server": repr(server),
         }

@@ -213,7 +213,7 @@ class Watched(trio.abc.Instrument):
 
     def after_task_step(self, task: trio.lowlevel.Task) -> None:
         """The books are right whoever has just run."""
-        admission, waiting = self._core._admission, self._scheduler.queue
+        admission, waiting = self._core._admission._places, self._scheduler.queue
         self._expect(
             admission.tokens == sum(len(work.token_ids) for work in waiting)
             and len(waiting) <= admission.requests <= admission._max_requests,
@@ -510,10 +510,10 @@ async def play(scenario: Scenario) -> None:
 
 
 def assert_idle(engine: BatchEngine, server: Server) -> None:
-    core, admission = engine.core, engine.core._admission
+    core, admission = engine.core, engine.core._admission._places
     assert core._live == {}
     assert (admission.requests, admission.tokens) == (0, 0)
-    assert core._fairness._lines == {}
+    assert core._admission._fairness._lines == {}
     assert len(core._deadlines) == 0
     assert (engine.scheduler.running, len(engine.scheduler.queue)) == (0, 0)
     if isinstance(engine.scheduler, ContinuousScheduler):

@@ -86,7 +86,7 @@ async def ending(stream: Stream) -> Finished | Failed:
 
 def assert_books_balance(engine: BatchEngine) -> None:
     """Nobody is between two places: what admission counts is what the status says."""
-    admission, status = engine.core._admission, engine.status()
+    admission, status = engine.core._admission._places, engine.status()
     works = engine.scheduler.queue
     assert (admission.requests, admission.lent) == (status.waiting, 0)
     assert admission.tokens == status.queued_tokens - sum(work.max_new_tokens for work in works)
