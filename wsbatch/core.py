@@ -287,7 +287,7 @@ class EngineCore:
         try:
             finished = live.finished(report, hol_delay_s=hol_delay_s, now_s=now_s)
         except RequestError as error:
-            self.metrics.refused.labels(error.code).inc()
+            self.metrics.count_refused(error.code)
             live.outbox.fail(error)
         else:
             self.metrics.observe_finished(finished)
@@ -299,7 +299,7 @@ class EngineCore:
             self._deadlines.drop(key)
             outbox = self._live[key].outbox
             if outbox.live:
-                self.metrics.refused.labels(error.code).inc()
+                self.metrics.count_refused(error.code)
                 outbox.fail(error)
         # Only then: ending one may release them all, where they shared a batch.
         for key in keys:
