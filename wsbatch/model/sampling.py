@@ -2,7 +2,8 @@
 
 The noise of a token is ONE uniform number, a function of (seed, position) alone, turned into a token by the inverse of
 the row's cumulative distribution in id order. Nothing is drawn from a generator, so a run can be repeated, resumed or
-prefilled again, whoever shares the batch. `position` counts the tokens before the one being chosen, prompt included.
+prefilled again with the same noise, whoever shares the batch. `position` counts the tokens before the one being chosen,
+prompt included.
 """
 
 from collections.abc import Sequence
