@@ -33,7 +33,7 @@ inline void group(const Matrix<F>& w, int first_panel, const unit* next, const t
     int row = 0;
     for (int block = 0; block < blocks; block++) {
         const int height = (m - row) / (blocks - block) + ((m - row) % (blocks - block) != 0);
-        const int from = (block - 1) * share, to = block && next ? std::min(from + share, NV) : 0;
+        const int from = block && next ? (block - 1) * share : NV, to = std::min(from + share, NV);
         with_count<MR_MAX>(height, [&](auto mr) {
             constexpr int MR = decltype(mr)::value;
             __m512 acc[MR][NV];
