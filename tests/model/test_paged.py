@@ -408,6 +408,7 @@ def test_without_a_compiler_the_modules_runner_says_the_same(
         PagedModel(make("llama"), total_blocks=BLOCKS, block_tokens=BLOCK, runner="fused")
 
 
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True})  # the processor is asked first
 def test_auto_takes_the_fused_runner_in_bfloat16_too(make: Make) -> None:
     try:
         compiled.load_library(torch.bfloat16)
