@@ -85,7 +85,9 @@ class EngineConfig(Settings):
     device: str = setting("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     threads: int | None = setting(None, "threads of the model; default: torch's own choice", least=1, most=1024)
     max_model_len: int | None = setting(
-        None, "longest prompt plus output, in tokens; default: what the model was made for", least=2
+        None,
+        "longest prompt plus output, in tokens; default: what the model was made for (LongRoPE: its original length)",
+        least=2,
     )
 
     scheduler: SchedulerName = setting(

@@ -322,13 +322,6 @@ def test_other_architectures_are_refused_with_the_reason(make: Make, family: str
     assert alone(loaded, [1, 2, 3], 2) == before  # it can still be served another way
 
 
-def test_a_position_encoding_that_depends_on_the_batch_is_refused(make: Make) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
-    model = build("llama", rope_parameters=rope)
-    with pytest.raises(ValueError, match=r"position encoding \(dynamic\)"):
-        PagedModel(LoadedModel(model, Path(), make("llama").info), total_blocks=BLOCKS, block_tokens=BLOCK)
-
-
 def test_a_model_that_would_answer_otherwise_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = make("gpt2")
     attention = type(loaded.model.transformer.h[0].attn)
@@ -407,8 +400,9 @@ def test_without_a_compiler_the_modules_runner_says_the_same(
     with pytest.raises(ValueError, match="no C\\+\\+ compiler"):
         PagedModel(make("llama"), total_blocks=BLOCKS, block_tokens=BLOCK, runner="fused")
 
-
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True})  # the processor is asked first
+
+
 def test_auto_takes_the_fused_runner_in_bfloat16_too(make: Make) -> None:
     try:
         compiled.load_library(torch.bfloat16)

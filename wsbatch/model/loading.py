@@ -1,6 +1,7 @@
 """From what the user names to a model in memory: Hugging Face id, local directory, `.gguf` file, or `demo`."""
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,12 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from wsbatch.model.conversion import Progress, from_gguf
 from wsbatch.model.demo import fetch_demo
+from wsbatch.model.positions import shared_angles
 from wsbatch.model.weights import check_quantisation, one_line, read_weights, revision, weight_files
 from wsbatch.steps import ModelInfo
 from wsbatch.text.tokenizer_files import TokenizerFiles, read_json, token_ids
+
+_log = logging.getLogger("wsbatch.model")
 
 # transformers' own annotations cover only a part of what is called here.
 _hf: Any = transformers
@@ -183,12 +187,22 @@ def _max_model_len(config: Any, asked: int | None, directory: Path) -> int:
     decoder = config.get_text_config(decoder=True)
     name = decoder.attribute_map.get("max_position_embeddings", "max_position_embeddings")  # GPT-2: n_positions
     bound = getattr(decoder, name, None)
+    if bound is not None and (not isinstance(bound, int) or bound < 2):
+        raise ValueError(f"{directory / 'config.json'}: {name} must be 2 at least, not {bound!r}")
+    shared = shared_angles(decoder)
+    if shared is not None and (bound is None or shared[0] < bound):
+        bound, reason = (
+            shared[0],
+            f"beyond, the model's position encoding ({shared[1]}) depends on the longest row of a batch",
+        )
+        if asked is None:
+            _log.warning("max_model_len is %d: %s", bound, reason)
+        elif asked > bound:
+            raise ValueError(f"max_model_len={asked} exceeds {bound}: {reason}")
     if bound is None:
         if asked is None:
             raise ValueError("max_model_len must be given: the model's config names no longest input")
         bound = asked
-    elif not isinstance(bound, int) or bound < 2:
-        raise ValueError(f"{directory / 'config.json'}: {name} must be 2 at least, not {bound!r}")
     if asked is None:
         return bound
     if asked < 2:

@@ -165,11 +165,6 @@ def _check_static(model: Any, config: Any) -> None:
     others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if others:
         raise refusal(model, f"it has layers of type {', '.join(sorted(others))}")
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind in ("dynamic", "longrope"):
-        # Its angles depend on the longest row in the batch, so rows would change each other.
-        raise refusal(model, f"its position encoding ({kind}) depends on the length of the whole batch")
 
 
 def _check_windows(model: Any, config: Any, windows: list[int | None], max_model_len: int) -> None:

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from wsbatch.model.loading import LoadedModel
+from wsbatch.model.positions import check_positions
 from wsbatch.model.sampling import sample
 from wsbatch.steps import ModelInfo, PaddedDecode, PaddedStart, RowSampling, StepPlan, StepResult
 
@@ -37,16 +38,17 @@ class PaddedModel:
     """A `steps.Model` for `PaddedStart` and `PaddedDecode` plans, on any causal LM of transformers.
 
     Rows share one cache; padding is masked and positions count from each row's first token, so a row computes what it
-    would compute alone (except where a model scales its rotary embedding by the longest row of the batch: dynamic NTK,
-    LongRoPE). Which rows have finished is the engine's business: here every row goes on until it is dropped.
+    would compute alone. Which rows have finished is the engine's business: here every row goes on until it is dropped.
 
-    Raises ValueError, naming the reason, for an architecture that left padding would corrupt.
+    Raises ValueError, naming the reason, for an architecture that left padding would corrupt, and for rows so long that
+    their position encoding depends on each other.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._model = loaded.model
         self._info = loaded.info
         self._batch: _Batch | None = None
+        check_positions(loaded.model, loaded.info.max_model_len)
         accepted = inspect.signature(loaded.model.forward).parameters
         # transformers 5.24 renamed the argument, and some architectures keep the old name.
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"

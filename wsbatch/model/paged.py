@@ -12,6 +12,7 @@ from wsbatch.model.compiled import KernelsUnavailable
 from wsbatch.model.fused import PARTS, FusedRunner
 from wsbatch.model.loading import LoadedModel
 from wsbatch.model.modules import ModulesRunner, refusal
+from wsbatch.model.positions import check_positions
 from wsbatch.model.ragged import flatten
 from wsbatch.model.sampling import sample
 from wsbatch.steps import ModelInfo, PagedStep, RowSampling, StepPlan, StepResult
@@ -34,8 +35,8 @@ class PagedModel:
         runner: auto takes `fused` where it can run, and logs why where it cannot.
         graphs: on CUDA, capture graphs of decode steps.
 
-    Raises ValueError, naming the reason, for an architecture that cannot run ragged paged steps, and for
-    `runner="fused"` where it cannot run.
+    Raises ValueError, naming the reason, for an architecture that cannot run ragged paged steps, for rows so long that
+    their position encoding depends on each other, and for `runner="fused"` where it cannot run.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class PagedModel:
     ) -> None:
         if block_tokens < 1:
             raise ValueError(f"block_tokens={block_tokens} is below 1")
+        check_positions(loaded.model, loaded.info.max_model_len)
         needed = probe.blocks_needed(block_tokens)
         if total_blocks < needed:
             raise ValueError(f"total_blocks={total_blocks} is below {needed}")
