@@ -14,7 +14,7 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from wsbatch.model import compiled
+from wsbatch.model import attention, compiled, probe
 from wsbatch.model.graphs import DecodeGraphs
 from wsbatch.model.loading import LoadedModel
 from wsbatch.model.modules import ModulesRunner
@@ -61,11 +61,12 @@ def build(family: str, **changes: Any) -> Any:
         "llama": lambda: transformers.LlamaConfig(**general, **shape, attention_bias=True, mlp_bias=True, **changes),
         "qwen2": lambda: transformers.Qwen2Config(**general, **shape, **changes),
         "qwen3": lambda: transformers.Qwen3Config(**general, **shape, head_dim=32, **changes),
-        "mistral": lambda: transformers.MistralConfig(**general, **shape, sliding_window=9, **changes),
+        "mistral": lambda: transformers.MistralConfig(**general, **shape, **{"sliding_window": 9, **changes}),
         "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=POSITIONS, **general),
         "gemma2": lambda: transformers.Gemma2Config(**general, **shape, head_dim=16),
         "mamba": lambda: transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2),
         "llama4": lambda: transformers.Llama4TextConfig(**general, **shape, head_dim=16, num_local_experts=2),
+        "doge": lambda: transformers.DogeConfig(**general, **shape, keep_window_size=32),
     }
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -312,6 +313,7 @@ def test_logits_that_are_no_numbers_are_an_error(make: Make, runner: str) -> Non
         ("mamba", "does not use transformers' attention interface"),
         ("gemma2", "its attention uses softcap"),
         ("llama4", "layers of type chunked_attention"),
+        ("doge", "its attention uses attention_mask"),
     ],
 )
 def test_other_architectures_are_refused_with_the_reason(make: Make, family: str, reason: str) -> None:
@@ -324,16 +326,42 @@ def test_other_architectures_are_refused_with_the_reason(make: Make, family: str
 
 def test_a_model_that_would_answer_otherwise_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = make("gpt2")
-    attention = type(loaded.model.transformer.h[0].attn)
-    own = attention.forward
+    layer = type(loaded.model.transformer.h[0].attn)
+    own = layer.forward
 
     def remembering(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Mixes neighbouring tokens outside the attention function, as a convolution or a recurrence would."""
         return own(self, hidden + hidden.roll(1, dims=1), *args, **kwargs)
 
-    monkeypatch.setattr(attention, "forward", remembering)
+    monkeypatch.setattr(layer, "forward", remembering)
     with pytest.raises(ValueError, match="off by"):
         PagedModel(loaded, total_blocks=BLOCKS, block_tokens=BLOCK)
+
+
+def test_what_happens_only_beyond_a_window_is_checked_too(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = LoadedModel(build("mistral", sliding_window=32), Path(), make("mistral").info)
+    own = attention._by_row
+    monkeypatch.setattr(attention, "_by_row", lambda *arguments: own(*arguments[:-1], None))
+    with pytest.raises(ValueError, match="off by"):
+        PagedModel(loaded, total_blocks=BLOCKS, block_tokens=BLOCK, runner="modules")
+
+
+def test_the_windows_and_periods_that_a_configuration_names() -> None:
+    def spans(config: transformers.PretrainedConfig) -> dict[str, int]:
+        return probe.spans(config, 10_000)
+
+    assert spans(transformers.MistralConfig(sliding_window=300)) == {"sliding_window": 300}
+    assert spans(transformers.Qwen3Config(use_sliding_window=False, sliding_window=300)) == {}
+    assert spans(transformers.LlamaConfig(sliding_window=300)) == {}  # the architecture does not read it
+    assert spans(transformers.Llama4TextConfig()) == {"attention_chunk_size": 8192, "floor_scale": 8192}
+    assert spans(transformers.DogeConfig(sliding_window=None)) == {"keep_window_size": 2048}
+    assert probe.spans(transformers.DogeConfig(), 2048) == {}  # no row gets beyond it
+
+
+def test_what_cannot_be_checked_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "spans", lambda config, reach: {"sliding_window": 5000, "attention_period": 6000})
+    with pytest.raises(ValueError, match="what happens beyond attention_period=6000 tokens cannot be checked"):
+        PagedModel(make("gpt2"), total_blocks=BLOCKS, block_tokens=BLOCK)
 
 
 def test_decode_steps_are_checked_at_load_too(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,6 +419,7 @@ def test_without_a_compiler_the_modules_runner_says_the_same(
     loaded = make("llama")
     text = prompts((23,))[0]
     expected = alone(loaded, text, 1)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True})  # the processor is asked first
     monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
     with caplog.at_level(logging.WARNING, "wsbatch.model"):
         model = PagedModel(loaded, total_blocks=BLOCKS, block_tokens=BLOCK)
@@ -399,8 +428,6 @@ def test_without_a_compiler_the_modules_runner_says_the_same(
     assert list(model.run(PagedStep((PagedRow(0, tuple(text), 0, (3, 1), GREEDY),))).token_ids) == expected
     with pytest.raises(ValueError, match="no C\\+\\+ compiler"):
         PagedModel(make("llama"), total_blocks=BLOCKS, block_tokens=BLOCK, runner="fused")
-
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True})  # the processor is asked first
 
 
 def test_auto_takes_the_fused_runner_in_bfloat16_too(make: Make) -> None:

@@ -19,7 +19,10 @@ from wsbatch.model.ragged import Ragged
 NAME = "wsbatch_paged"
 
 # What another architecture's attention may ask for and this one does not compute: refused by name, never ignored.
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "sinks")
+# transformers makes no mask for an attention function that it does not know: one that comes is the architecture's own.
+_UNSUPPORTED = frozenset(
+    ("attention_mask", "softcap", "s_aux", "position_bias", "head_mask", "sinks", "indices", "block_indices")
+)
 
 
 @dataclass(slots=True)
@@ -120,8 +123,8 @@ def paged_attention(
 
     Raises NotImplementedError, naming it, for a feature of the architecture that this function does not compute.
     """
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
+    for name, asked in (("attention_mask", attention_mask), *kwargs.items()):
+        if asked is not None and name in _UNSUPPORTED:
             raise NotImplementedError(f"its attention uses {name}, which paged attention does not compute")
     layer = module.layer_idx
     if not isinstance(layer, int):

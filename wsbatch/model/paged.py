@@ -7,12 +7,12 @@ from typing import Literal
 
 import torch
 
-from wsbatch.model import probe
 from wsbatch.model.compiled import KernelsUnavailable
 from wsbatch.model.fused import PARTS, FusedRunner
 from wsbatch.model.loading import LoadedModel
 from wsbatch.model.modules import ModulesRunner, refusal
 from wsbatch.model.positions import check_positions
+from wsbatch.model.probe import Probe
 from wsbatch.model.ragged import flatten
 from wsbatch.model.sampling import sample
 from wsbatch.steps import ModelInfo, PagedStep, RowSampling, StepPlan, StepResult
@@ -51,9 +51,6 @@ class PagedModel:
         if block_tokens < 1:
             raise ValueError(f"block_tokens={block_tokens} is below 1")
         check_positions(loaded.model, loaded.info.max_model_len)
-        needed = probe.blocks_needed(block_tokens)
-        if total_blocks < needed:
-            raise ValueError(f"total_blocks={total_blocks} is below {needed}")
         self._info = loaded.info
         self._total_blocks = total_blocks
         self._block_tokens = block_tokens
@@ -66,12 +63,12 @@ class PagedModel:
             "block_tokens": self._block_tokens,
             "max_model_len": loaded.info.max_model_len,
         }
-        reference = probe.expected(loaded.model)
+        probe = Probe.of(loaded.model, **sizes)
         check = {"dtype": loaded.model.dtype, "block_tokens": self._block_tokens}
         if name != "modules":
             try:
                 fused = FusedRunner(loaded.model, **sizes, threads=torch.get_num_threads())
-                wrong = probe.differs(fused.run, reference, **check)
+                wrong = probe.differs(fused.run, **check)
                 if wrong is None:
                     return fused
                 fused.close()
@@ -83,10 +80,13 @@ class PagedModel:
         own = loaded.model.config._attn_implementation
         try:
             modules = ModulesRunner(loaded.model, **sizes, graphs=graphs)
-            wrong = probe.differs(modules.run, reference, **check)
+            wrong = probe.differs(modules.run, **check)
             if wrong is not None and modules.simplify():
                 _log.warning("variable-length attention is wrong here, plain torch replaces it: %s", wrong)
-                wrong = probe.differs(modules.run, reference, **check)
+                wrong = probe.differs(modules.run, **check)
+            for setting, tokens in probe.unseen.items():
+                if setting != "sliding_window":  # the runner has seen that it reaches the attention function
+                    wrong = wrong or f"what happens beyond {setting}={tokens} tokens cannot be checked"
             if wrong is not None:
                 raise refusal(loaded.model, wrong)
         except ValueError:
