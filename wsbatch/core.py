@@ -187,7 +187,9 @@ class EngineCore:
     def complete(self, result: StepResult, failed: Mapping[int, StepFailed], now_s: float) -> None:
         """The step in flight has this result; the requests with these keys failed in it."""
         for key, cause in failed.items():
-            if key in self._live:  # else it was cancelled, or timed out, while the step was looking for it
+            live = self._live.get(key)
+            # else it ended while the step ran; or before, and its row goes on with its padded batch
+            if live is not None and live.reason is None:
                 self._fail([key], ModelError(f"the model failed: {cause}"), now_s)
         outcome = self.scheduler.complete(result, now_s)
         self.health.record(failed.values(), tokens=len(outcome.tokens), now_s=now_s)

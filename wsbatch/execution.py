@@ -48,11 +48,12 @@ class Execution:
             if plan is None:
                 break  # what runs tells as well
             try:
-                await self.step(plan)
+                _, failed = await self.step(plan)
+                failures = [*failed.values()]
             except StepFailed as error:
-                health.record([error], tokens=0, now_s=trio.current_time())
-            else:
-                health.record([], tokens=1, now_s=trio.current_time())
+                failures = [error]
+            health.record(failures, tokens=not failures, now_s=trio.current_time())
+            if not failures:
                 break
         else:
             raise EngineDead(f"the model is broken: it failed {health.in_a_row} times in a row, probes included")

@@ -8,16 +8,18 @@ from wsbatch.worker import Worker
 
 
 async def run_step(worker: Worker, plan: StepPlan) -> tuple[StepResult, dict[int, StepFailed]]:
-    """Run a plan; where a paged one fails, find the rows that do it, by halves.
+    """Run a plan; where a paged one raises, find the rows that make it raise, by halves.
 
-    Writing a row's keys and values twice changes nothing, so the halves of a paged step can be run again. A padded
-    batch has one cache for all rows: it fails as a whole.
+    Rows that the model itself names in `StepResult.failed` need no search. Writing a row's keys and values twice
+    changes nothing, so the halves of a paged step can be run again. A padded batch has one cache for all rows: where it
+    raises, it is lost as a whole.
 
     Returns the result, in plan order, and the rows that failed by key; a failed row that samples has id 0 in the
-    result. Raises StepFailed where the whole step is lost: a padded one, or a paged one of a single row.
+    result. Raises StepFailed where the whole step is lost: a padded one, or a paged one of a single row, that raised.
     """
     try:
-        return await worker.step(plan), {}
+        result = await worker.step(plan)
+        return result, {key: StepFailed(reason) for key, reason in result.failed.items()}
     except StepFailed:
         if not isinstance(plan, PagedStep) or len(plan.rows) == 1:
             raise

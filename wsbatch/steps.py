@@ -3,7 +3,8 @@
 Because only plain data crosses, a process could replace the thread, and a simulated model can replace the real one.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from wsbatch.messages import TokenLogprobs
@@ -111,11 +112,14 @@ class StepResult:
         token_ids: one id per row that samples, in plan order (every row of a padded step).
         logprobs: as long as `token_ids`, None for rows that asked for none; None where no row asked.
         model_ms: time inside the model, in milliseconds.
+        failed: rows that the step ran and whose numbers are worth nothing, by key, with the reason; their id is 0. All
+            other rows are as they would be without them.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...] | None
     model_ms: float
+    failed: Mapping[int, str] = field(default_factory=dict)
 
 
 class Model(Protocol):

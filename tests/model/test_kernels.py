@@ -63,7 +63,7 @@ def fused_logits(made: FusedRunner, texts: list[tuple[int, ...]], chunks: list[i
             done[i] += len(new)
         ending = [row.key for row in rows if row.sampling is not None]
         plan = flatten(PagedStep(tuple(rows)), block_tokens=block_tokens, total_blocks=len(numbers))
-        best, logits = made.run(plan, [True] * len(ending))
+        best, logits, _ = made.run(plan, [True] * len(ending))
         assert best == logits.argmax(-1).tolist()
         found.update(zip(ending, logits, strict=True))
     return torch.stack([found[i] for i in range(len(texts))])

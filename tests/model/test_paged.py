@@ -296,17 +296,6 @@ def test_bad_plans_are_refused_and_the_next_one_runs(make: Make, runner: str) ->
         model.run(PaddedDecode())
 
 
-@pytest.mark.parametrize("runner", ["modules", "fused"])
-def test_logits_that_are_no_numbers_are_an_error(make: Make, runner: str) -> None:
-    loaded = make("llama")
-    model = paged(loaded, runner)
-    loaded.model.lm_head.weight.fill_(float("nan"))
-    if runner == "fused":  # it has read the weights: poison what it reads each step
-        loaded.model.model.embed_tokens.weight.fill_(float("nan"))
-    with pytest.raises(FloatingPointError, match="row 0"):
-        model.run(PagedStep((PagedRow(0, (1, 2), 0, (0,), GREEDY),)))
-
-
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
@@ -367,9 +356,9 @@ def test_what_cannot_be_checked_is_refused(make: Make, monkeypatch: pytest.Monke
 def test_decode_steps_are_checked_at_load_too(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     own = ModulesRunner.run
 
-    def wrong_alone(self: ModulesRunner, ragged: Ragged, wanted: Sequence[bool]) -> tuple[list[int], torch.Tensor]:
-        ids, logits = own(self, ragged, wanted)
-        return ids, logits.flip(0) if len(ragged.token_ids) == len(ragged.kv_lens) else logits
+    def wrong_alone(self: ModulesRunner, ragged: Ragged, wanted: Sequence[bool]) -> Any:
+        ids, logits, broken = own(self, ragged, wanted)
+        return ids, logits.flip(0) if len(ragged.token_ids) == len(ragged.kv_lens) else logits, broken
 
     monkeypatch.setattr(ModulesRunner, "run", wrong_alone)
     with pytest.raises(ValueError, match="a decode step gives logits off by"):

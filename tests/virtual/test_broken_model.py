@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import trio
@@ -65,6 +66,27 @@ async def test_a_model_that_is_broken_for_good_ends_the_engine(
             await ask(engine)
         assert trio.current_time() < 3.0
     assert sum("the model failed: told to fail" in record.message for record in caplog.records) == 6
+
+
+@SCHEDULERS
+async def test_a_model_whose_numbers_are_never_finite_ends_the_engine(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, scheduler: str
+) -> None:
+    """It raises nothing: it names every row, those of probes too."""
+    async with open_virtual_engine(config(scheduler, max_batch_size=1)) as (engine, worker):
+        step = worker.step
+
+        async def name(plan: StepPlan) -> StepResult:
+            assert isinstance(plan, PaddedStart | PagedStep)
+            return replace(await step(plan), failed={row.key: "not finite" for row in plan.rows})
+
+        monkeypatch.setattr(worker, "step", name)
+        for _ in range(3):
+            end = await ask(engine)
+            assert isinstance(end, Failed)
+            assert end.code == "model_error"
+        with trio.fail_after(60):
+            assert "probes included" in str(await engine.wait_dead())
 
 
 @SCHEDULERS

@@ -1,5 +1,7 @@
 """The engine's loop in virtual time: a step takes 10 ms plus 1 ms a decode row plus 0.5 ms a prompt token."""
 
+from dataclasses import replace
+
 import pytest
 import trio
 from trio.testing import MockClock
@@ -273,6 +275,32 @@ async def test_a_failing_step_ends_its_batch_and_the_engine_serves_on(autojump_c
             assert isinstance(end, Failed)
             assert end.code == ModelError.code
         assert isinstance(await ending(await engine.submit(request())), Finished)
+
+
+async def test_a_row_that_the_model_names_ends_alone(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is named while it runs; another only when it has said all and its row goes on with the batch."""
+    async with open_virtual_engine(config(max_wait_ms=10.0)) as (engine, worker):
+        step = worker.step
+
+        async def name(plan: StepPlan) -> StepResult:
+            result = await step(plan)
+            rows = {1: "not finite", 2: "not finite"} if len(worker.plans) == 3 else {}
+            return replace(result, failed=rows)
+
+        monkeypatch.setattr(worker, "step", name)
+        named = await engine.submit(request())
+        done = await engine.submit(request(tokens=2, stream=False))
+        other = await engine.submit(request())
+        end = await ending(named)
+        assert isinstance(end, Failed)
+        assert (end.code, "not finite" in end.message) == (ModelError.code, True)
+        for stream, tokens in ((done, 2), (other, 4)):
+            end = await ending(stream)
+            assert isinstance(end, Finished)
+            assert end.usage.completion_tokens == tokens
+    assert len(worker.plans) == 4  # nothing was run again to find the row
 
 
 async def test_a_stalled_step_kills_the_engine_honestly(autojump_clock: MockClock) -> None:

@@ -41,9 +41,12 @@ class PagedBatch:
     Attributes:
         pool: where keys and values live.
         slots: int64 [T], place of each new token in the pool, counted in tokens.
-        single: rows with one new token: (flat query index [B], KV slots [B, longest], KV lengths [B]), or None.
+        single: rows with one new token: (flat query index [B], KV slots [B, longest], KV lengths [B]), or None. Beyond
+            a row's own length the slots repeat its last one.
         chunks: rows with several: (query start, query end, KV slots [S]).
         varlen: what torch's variable-length attention takes instead (CUDA), or None.
+        checked: float32 [T], for each new token the sum of its keys and values in all layers so far: finite where they
+            are; or None. SDPA may make a finite answer of keys that are not.
         calls: (layer, sliding window) of each call so far; the check at load reads it.
     """
 
@@ -52,6 +55,7 @@ class PagedBatch:
     single: tuple[Tensor, Tensor, Tensor] | None
     chunks: list[tuple[int, int, Tensor]]
     varlen: "Varlen | None" = None
+    checked: Tensor | None = None
     calls: list[tuple[int, int | None]] = field(default_factory=list)
 
 
@@ -79,6 +83,7 @@ def place(ragged: Ragged, pool: Pool, device: torch.device, *, varlen: bool = Fa
         found = ragged.block_tables[rows, places // size].astype(np.int64) * size + places % size
         return torch.from_numpy(found).to(device)
 
+    checked = torch.zeros(len(ragged.token_ids), device=device)
     slots = slots_of(np.repeat(np.arange(len(lens)), lens), ragged.positions)
     if varlen:
         kv_starts = np.concatenate(([0], np.cumsum(ragged.kv_lens))).astype(np.int32)
@@ -90,21 +95,22 @@ def place(ragged: Ragged, pool: Pool, device: torch.device, *, varlen: bool = Fa
             max_query=int(lens.max()),
             max_kv=int(ragged.kv_lens.max()),
         )
-        return PagedBatch(pool, slots, None, [], arguments)
+        return PagedBatch(pool, slots, None, [], arguments, checked)
     one = np.flatnonzero(lens == 1)
     single = None
     if one.size:
         kv_lens = ragged.kv_lens[one].astype(np.int64)
         single = (
             torch.from_numpy(ragged.query_starts[one].astype(np.int64)).to(device),
-            slots_of(one[:, None], np.arange(kv_lens.max())[None]),
+            # A masked value is still multiplied, by zero: another row's NaN would come through.
+            slots_of(one[:, None], np.minimum(np.arange(kv_lens.max()), kv_lens[:, None] - 1)),
             torch.from_numpy(kv_lens).to(device),
         )
     chunks = []
     for row in np.flatnonzero(lens > 1):
         start, end = int(ragged.query_starts[row]), int(ragged.query_starts[row + 1])
         chunks.append((start, end, slots_of(row, np.arange(ragged.kv_lens[row]))))
-    return PagedBatch(pool, slots, single, chunks)
+    return PagedBatch(pool, slots, single, chunks, checked=checked)
 
 
 def paged_attention(
@@ -135,6 +141,9 @@ def paged_attention(
     q = query[0].transpose(0, 1)  # [T, Hq, D]
     keys.view(-1, *keys.shape[2:]).index_copy_(0, paged.slots, key[0].transpose(0, 1))
     values.view(-1, *values.shape[2:]).index_copy_(0, paged.slots, value[0].transpose(0, 1))
+    if paged.checked is not None:
+        for written in (key[0], value[0]):
+            paged.checked += written.sum(dim=(0, 2), dtype=torch.float32)
     if paged.varlen is not None:
         out = _varlen(q, keys, values, paged.varlen, scale, sliding_window)
     else:

@@ -57,7 +57,7 @@ class _Batch(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 "token_ids", "positions", "sample_at", "query_starts", "kv_lens", "block_tables", "logits", "best",
-                "stage_ms",
+                "broken", "stage_ms",
             )
         ),
     )  # fmt: skip
@@ -133,19 +133,20 @@ class FusedRunner:
         self._stage_ms[:] = 0
         return spent
 
-    def run(self, ragged: Ragged, wanted: Sequence[bool]) -> tuple[list[int], Tensor]:
+    def run(self, ragged: Ragged, wanted: Sequence[bool]) -> tuple[list[int], Tensor, list[int]]:
         """Run one step.
 
         Args:
             wanted: one a sampling row, whether its logits are needed.
 
-        Returns the most likely id of every sampling row (-1 where its logits are not finite), and the logits of the
-        wanted rows, float32 [wanted rows, V].
+        Returns the most likely id of every sampling row (-1 where its largest logit is not finite, or one is NaN), the
+        logits of the wanted rows, float32 [wanted rows, V], and the rows with a key or a value that is not finite.
         """
         logits = torch.empty(sum(wanted), self.vocab)
         addresses = np.zeros(len(wanted), np.uint64)
         addresses[np.asarray(wanted, bool)] = logits.data_ptr() + np.arange(len(logits)) * self.vocab * 4
         best = np.zeros(len(wanted), np.int64)
+        broken = np.zeros(len(ragged.kv_lens), np.uint8)
         batch = _Batch(
             rows=len(ragged.kv_lens),
             tokens=len(ragged.token_ids),
@@ -159,10 +160,11 @@ class FusedRunner:
             block_tables=ragged.block_tables.ctypes.data,
             logits=addresses.ctypes.data,
             best=best.ctypes.data,
+            broken=broken.ctypes.data,
             stage_ms=self._stage_ms.ctypes.data,
         )
         self._library.wsbatch_step(self._runner, ctypes.byref(batch))
-        return best.tolist(), logits
+        return best.tolist(), logits, np.flatnonzero(broken).tolist()
 
     def _rotation(self, model: Any, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin of every position, [length, D], rounded as the model itself rounds them."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,7 +59,7 @@ class ModulesRunner:
         )
         if self._varlen:
             try:
-                self.run(one, [])
+                self._forward(one)
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, TypeError, ImportError) as error:  # what it asks for differs between torch's releases
@@ -69,7 +70,7 @@ class ModulesRunner:
                 self._varlen = False
         # One token tells whether every layer reaches the attention function, and with which window.
         try:
-            self.run(one, [])
+            self._forward(one)
         except (NotImplementedError, TypeError, RuntimeError, IndexError, AttributeError) as error:
             raise refusal(model, str(error)) from error
         if [layer for layer, _ in self._calls] != list(range(self._layers)):
@@ -121,30 +122,39 @@ class ModulesRunner:
         logits: Tensor = self._model(**inputs, logits_to_keep=keep).logits
         return logits[0]
 
-    def run(self, ragged: Ragged, wanted: Sequence[bool]) -> tuple[list[int], Tensor]:
+    def run(self, ragged: Ragged, wanted: Sequence[bool]) -> tuple[list[int], Tensor, list[int]]:
         """Run one step.
 
         Args:
             wanted: one a sampling row, whether its logits are needed.
 
-        Returns the most likely id of every sampling row (-1 where its logits are not finite), and the logits of the
-        wanted rows, [wanted rows, V] in the model's dtype.
+        Returns the most likely id of every sampling row (-1 where its largest logit is not finite, or one is NaN), the
+        logits of the wanted rows, [wanted rows, V] in the model's dtype, and the rows with a key or a value that is
+        not finite.
         """
         if self._graphs is not None and self._graphs.suit(ragged):
             logits: Tensor | None = self._graphs.run(ragged)
+            broken: list[int] = []
         else:
-            token_ids, positions, keep = (
-                torch.from_numpy(array).to(self._device)
-                for array in (ragged.token_ids, ragged.positions, ragged.sample_at)
-            )
-            paged = place(ragged, self._pool, self._device, varlen=self._varlen)
-            logits = self._logits(token_ids, positions, keep if wanted else None, paged)
-            self._calls = paged.calls
+            logits, checked = self._forward(ragged)
+            finite = checked.isfinite().cpu().numpy()  # [T]
+            broken = np.flatnonzero(~np.logical_and.reduceat(finite, ragged.query_starts[:-1])).tolist()
         if logits is None:
-            return [], torch.empty(0)
+            return [], torch.empty(0), broken
         peaks, ids = logits.max(dim=-1)
         best: list[int] = ids.masked_fill(~peaks.isfinite(), -1).tolist()
-        return best, logits[torch.tensor(wanted, device=self._device)]
+        return best, logits[torch.tensor(wanted, device=self._device)], broken
+
+    def _forward(self, ragged: Ragged) -> tuple[Tensor | None, Tensor]:
+        """The step's logits [S, V], None where no row samples, and `PagedBatch.checked`."""
+        token_ids, positions, keep = (
+            torch.from_numpy(array).to(self._device) for array in (ragged.token_ids, ragged.positions, ragged.sample_at)
+        )
+        paged = place(ragged, self._pool, self._device, varlen=self._varlen)
+        logits = self._logits(token_ids, positions, keep if len(ragged.sample_at) else None, paged)
+        self._calls = paged.calls
+        assert paged.checked is not None  # `place` has made it
+        return logits, paged.checked
 
 
 def refusal(model: Any, reason: str) -> ValueError:

@@ -2,7 +2,7 @@
 
 import inspect
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from wsbatch.model.loading import LoadedModel
 from wsbatch.model.positions import check_positions
-from wsbatch.model.sampling import sample
+from wsbatch.model.sampling import BROKEN_LOGITS, sample
 from wsbatch.steps import ModelInfo, PaddedDecode, PaddedStart, RowSampling, StepPlan, StepResult
 
 
@@ -23,7 +23,9 @@ class _Batch:
     Attributes:
         mask: [B, columns + tokens still reserved], 0 on padding; each step uses one column more.
         lengths: tokens of each row so far, prompt and output, padding excluded.
-        newest: [B, 1], the tokens chosen last.
+        newest: [B, 1], the tokens chosen last; 0 where a row's numbers are not finite.
+        keys: of the rows.
+        failed: of those whose numbers are not finite.
     """
 
     cache: Any
@@ -32,6 +34,8 @@ class _Batch:
     lengths: list[int]
     newest: Tensor
     sampling: list[RowSampling]
+    keys: list[int]
+    failed: set[int] = field(default_factory=set)
 
 
 class PaddedModel:
@@ -70,13 +74,14 @@ class PaddedModel:
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step: a token for every row of the batch.
 
+        A row whose logits are not finite is named in the result's `failed`, once, and changes nothing for the others.
+
         After a step that raised in the model the batch is gone, and the next plan must be a `PaddedStart`.
 
         Raises:
             TypeError: not a padded plan.
             ValueError: an empty prompt, a token id outside the vocabulary, `keep` outside the batch, a decode without
                 a batch or beyond its `max_new_tokens`. A refused `PaddedDecode` leaves the batch as it was.
-            FloatingPointError: the logits are not finite.
         """
         began = time.perf_counter()
         with torch.inference_mode():
@@ -86,20 +91,16 @@ class PaddedModel:
                 result = self._decode(plan)
             else:
                 raise TypeError(f"a padded model runs PaddedStart and PaddedDecode, not {type(plan).__name__}")
-        ids, logprobs = result
-        return StepResult(
-            token_ids=tuple(ids),
-            logprobs=None if logprobs is None else tuple(logprobs),
-            model_ms=(time.perf_counter() - began) * 1e3,
-        )
+        return replace(result, model_ms=(time.perf_counter() - began) * 1e3)
 
-    def _start(self, plan: PaddedStart) -> tuple[list[int], Any]:
+    def _start(self, plan: PaddedStart) -> StepResult:
         self._batch = None  # before the new one asks for memory
         self._check(plan)
         lengths = [len(row.token_ids) for row in plan.rows]
         width = max(lengths)
-        # The id under the padding is of no account: it is masked.
-        ids = torch.tensor([[0] * (width - len(row.token_ids)) + list(row.token_ids) for row in plan.rows])  # [B, T]
+        # What is under the padding is masked, but a masked value is still multiplied, by zero. So it is the row's own
+        # first token: another one's embedding may be NaN.
+        ids = torch.tensor([row.token_ids[:1] * (width - len(row.token_ids)) + row.token_ids for row in plan.rows])
         mask = torch.ones(len(lengths), width + plan.max_new_tokens - 1, dtype=torch.long)
         for index, length in enumerate(lengths):
             mask[index, : width - length] = 0
@@ -111,6 +112,7 @@ class PaddedModel:
             lengths=lengths,
             newest=ids.to(self._info.device),
             sampling=[row.sampling for row in plan.rows],
+            keys=[row.key for row in plan.rows],
         )
         return self._step(batch, positions.to(self._info.device))
 
@@ -130,7 +132,7 @@ class PaddedModel:
             if min(row.token_ids) < 0 or max(row.token_ids) >= self._info.vocab_size:
                 raise ValueError(f"row {row.key} has a token id outside 0..{self._info.vocab_size - 1}")
 
-    def _decode(self, plan: PaddedDecode) -> tuple[list[int], Any]:
+    def _decode(self, plan: PaddedDecode) -> StepResult:
         batch = self._batch
         if batch is None:
             raise ValueError("there is no padded batch to go on with")
@@ -147,8 +149,8 @@ class PaddedModel:
         positions = [[min(length - 1, last)] for length in batch.lengths]
         return self._step(batch, torch.tensor(positions, device=self._info.device))  # [B, 1]
 
-    def _step(self, batch: _Batch, positions: Tensor) -> tuple[list[int], Any]:
-        """Run `batch.newest` [B, T] at `positions` [B, T], choose the next token of every row."""
+    def _step(self, batch: _Batch, positions: Tensor) -> StepResult:
+        """Run `batch.newest` [B, T] at `positions` [B, T], choose the next token of every row; untimed."""
         batch.columns += batch.newest.shape[1]
         output = self._model(
             input_ids=batch.newest,
@@ -159,10 +161,14 @@ class PaddedModel:
             **{self._cache_name: batch.cache},
         )
         ids, logprobs = sample(output.logits[:, -1], batch.sampling, batch.lengths)  # from [B, V]
-        batch.newest = torch.tensor(ids, device=self._info.device)[:, None]
+        failed = {key for key, token in zip(batch.keys, ids, strict=True) if token < 0} - batch.failed
+        batch.failed |= failed
+        token_ids = tuple(max(token, 0) for token in ids)
+        batch.newest = torch.tensor(token_ids, device=self._info.device)[:, None]
         batch.lengths = [length + 1 for length in batch.lengths]
         self._batch = batch
-        return ids, logprobs
+        found = None if logprobs is None else tuple(logprobs)
+        return StepResult(token_ids, found, 0.0, dict.fromkeys(failed, BROKEN_LOGITS))
 
 
 def _compact(batch: _Batch, keep: list[int]) -> None:
@@ -174,6 +180,7 @@ def _compact(batch: _Batch, keep: list[int]) -> None:
     batch.newest = batch.newest.index_select(0, rows)
     batch.lengths = [batch.lengths[index] for index in keep]
     batch.sampling = [batch.sampling[index] for index in keep]
+    batch.keys = [batch.keys[index] for index in keep]
     for layer in batch.cache.layers:
         # A sliding-window layer holds only the last columns; the left ones may already be gone.
         held = min(layer.keys.shape[-2], batch.columns)

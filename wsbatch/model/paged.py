@@ -14,10 +14,12 @@ from wsbatch.model.modules import ModulesRunner, refusal
 from wsbatch.model.positions import check_positions
 from wsbatch.model.probe import Probe
 from wsbatch.model.ragged import flatten
-from wsbatch.model.sampling import sample
+from wsbatch.model.sampling import BROKEN_LOGITS, sample
 from wsbatch.steps import ModelInfo, PagedStep, RowSampling, StepPlan, StepResult
 
 _log = logging.getLogger("wsbatch.model")
+
+BROKEN_CACHE = "a key or a value of the row is not finite"
 
 RunnerName = Literal["auto", "fused", "modules"]
 
@@ -113,9 +115,9 @@ class PagedModel:
     def run(self, plan: StepPlan) -> StepResult:
         """Run one ragged step.
 
-        Raises TypeError for a padded plan, ValueError for a row its blocks do not cover or with a token id outside
-        the vocabulary, FloatingPointError where a row's logits are not finite, torch.OutOfMemoryError where the
-        device has no memory left for it.
+        A row whose numbers are not finite is named in the result's `failed`, and changes nothing for the others. Raises
+        TypeError for a padded plan, ValueError for a row its blocks do not cover or with a token id outside the
+        vocabulary, torch.OutOfMemoryError where the device has no memory left for it.
         """
         if not isinstance(plan, PagedStep):
             raise TypeError(f"a paged model runs PagedStep plans, not {type(plan).__name__}")
@@ -133,7 +135,7 @@ class PagedModel:
         sampling = [row.sampling for row in plan.rows if row.sampling is not None]
         wanted = [row.temperature > 0 or row.logprobs is not None for row in sampling]
         try:
-            ids, logits = self._runner.run(ragged, wanted)
+            ids, logits, broken = self._runner.run(ragged, wanted)
         except torch.OutOfMemoryError as error:
             # Whoever keeps the error keeps its frames, and with them the tensors that filled the memory.
             traceback.clear_frames(error.__traceback__)
@@ -149,6 +151,12 @@ class PagedModel:
             if asked is not None:
                 by_row = dict(zip(sampled, asked, strict=True))
                 logprobs = tuple(by_row.get(index) for index in range(len(ids)))
-        if min(ids, default=0) < 0:
-            raise FloatingPointError(f"the model's logits are not finite in row {ids.index(-1)} of {len(ids)}")
-        return StepResult(token_ids=tuple(ids), logprobs=logprobs, model_ms=(time.perf_counter() - began) * 1e3)
+        keys = [row.key for row in plan.rows if row.sampling is not None]
+        failed = {plan.rows[index].key: BROKEN_CACHE for index in broken}
+        failed |= {key: BROKEN_LOGITS for key, token in zip(keys, ids, strict=True) if token < 0}
+        return StepResult(
+            token_ids=tuple(max(token, 0) for token in ids),
+            logprobs=logprobs,
+            model_ms=(time.perf_counter() - began) * 1e3,
+            failed=failed,
+        )

@@ -26,7 +26,7 @@ _AFFORDABLE_TOKENS = 640  # seconds on a CPU for a model of a billion parameters
 _IN_TOKENS = re.compile(r"window|chunk|local_att|block_size|period|floor")
 _NOT_TOKENS = re.compile(r"layer|expert|pattern|feed_forward|lm_head|conv|mamba|mask_")
 
-Run = Callable[[Ragged, Sequence[bool]], tuple[list[int], Tensor]]
+Run = Callable[[Ragged, Sequence[bool]], tuple[list[int], Tensor, list[int]]]
 
 
 def spans(config: Any, reach: int) -> dict[str, int]:
@@ -97,7 +97,7 @@ class Probe:
         total_blocks = len(theirs) + len(mine)
         run(flatten(first, block_tokens=block_tokens, total_blocks=total_blocks), [])
         for name, step in (("ragged run", second), ("decode step", decode)):
-            _, logits = run(flatten(step, block_tokens=block_tokens, total_blocks=total_blocks), [True, True])
+            _, logits, _ = run(flatten(step, block_tokens=block_tokens, total_blocks=total_blocks), [True, True])
             wrong = float((logits.float().cpu() - self.logits.cpu().flip(0)).abs().max())
             if not wrong <= allowed:  # NaN is wrong, too
                 return f"a {name} gives logits off by {wrong:.3g} from the model's own forward"

@@ -14,6 +14,8 @@ from torch import Tensor
 from wsbatch.messages import TokenLogprobs
 from wsbatch.steps import RowSampling
 
+BROKEN_LOGITS = "the row's logits are not finite"
+
 _MASK64 = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
@@ -59,9 +61,8 @@ def sample(
     Returns:
         R ids, and either None or R entries: `(own, ((id, logprob), ...))`, the most likely first, taken from the
         log-softmax of the raw logits (before temperature, top-k and top-p) and clamped to finite numbers.
-
-    Raises:
-        FloatingPointError: a row's logits have no finite maximum (NaN, +inf, or nothing but -inf).
+        The id is -1, and there are no log probabilities, where a row's logits have no finite maximum (NaN, +inf, or
+        nothing but -inf).
     """
     peaks, chosen = logits.max(dim=-1)  # [R], [R]; the first of equals
     chosen = chosen.masked_fill(~peaks.isfinite(), -1)
@@ -70,8 +71,6 @@ def sample(
         picked = _draw(logits[drawn], peaks[drawn], [rows[i] for i in drawn], [positions[i] for i in drawn])
         chosen[drawn] = picked.where(chosen[drawn] >= 0, -1)
     ids: list[int] = chosen.tolist()
-    if min(ids, default=0) < 0:
-        raise FloatingPointError(f"the model's logits are not finite in row {ids.index(-1)} of {len(ids)}")
     return ids, _logprobs(logits, rows, ids)
 
 
@@ -138,8 +137,8 @@ def _leading(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _logprobs(logits: Tensor, rows: Sequence[RowSampling], ids: Sequence[int]) -> list[TokenLogprobs | None] | None:
-    """What each row asked for, else None; None altogether where no row asked."""
-    asked = [index for index, row in enumerate(rows) if row.logprobs is not None]
+    """What each row with a token asked for, else None; None altogether where there is no such row."""
+    asked = [index for index, row in enumerate(rows) if row.logprobs is not None and ids[index] >= 0]
     if not asked:
         return None
     vocab = logits.shape[-1]

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <deque>
+#include <limits>
 #include <vector>
 
 #include "vector.cpp"
@@ -39,6 +40,8 @@ constexpr int MAX_QUERIES = 64;      // query rows (tokens x heads of the group)
 constexpr int TILE_QUERIES = 30;      // what a prefill tile aims at: five blocks of 6
 constexpr int SCORES = 4096;          // scores kept at a time: 8 x 512, 32 x 128 or 64 x 64
 constexpr int SPLIT_TOKENS = 128;    // a part is not shorter than this
+// The peak of no scores at all. Were it a number, scores that are all -inf would pass for the average of the values.
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 template <class F>
 struct Scratch {
@@ -126,7 +129,7 @@ class Attention {
         const auto* a = (const unit*)(q + ((size_t)job.head * total + row.first + job.token) * g * d);
         scratch.out.resize((size_t)MAX_QUERIES * d);
         std::fill_n(scratch.out.begin(), (size_t)queries * d, 0.0f);
-        std::fill_n(scratch.peak, queries, -1e30f);
+        std::fill_n(scratch.peak, queries, NOTHING);
         std::fill_n(scratch.sum, queries, 0.0f);
         const unit *keys[SCORES / 8 / LANES], *values[SCORES / 8 / LANES];
         for (int begin = job.kv_begin; begin < job.kv_end; begin += wide) {
@@ -274,7 +277,7 @@ class Attention {
         finished.store(0, std::memory_order_relaxed);  // for the next layer
         const float* all = plan_.parts.data() + (size_t)job.first_part * stride;
         for (int r = 0; r < queries; r++) {
-            float peak = -1e30f, sum = 0;
+            float peak = NOTHING, sum = 0;
             for (int p = 0; p < job.parts; p++) peak = std::max(peak, all[p * stride + MAX_QUERIES * d + r]);
             float* merged = scratch.out.data() + (size_t)r * d;
             std::fill_n(merged, d, 0.0f);

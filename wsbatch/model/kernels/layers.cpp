@@ -38,16 +38,32 @@ inline void rotate(float* x, const float* weight, int d, float eps, const float*
     }
 }
 
-// Puts one token's key and value of one head into the pool's layout (attention.cpp).
+// Puts one token's key and value of one head into the pool's layout (attention.cpp). Who begins a tile clears the values
+// after the `ahead` tokens that this step writes: they are multiplied by a weight of zero until they are written, and
+// what the block's last owner left there may be NaN. Returns whether all numbers are finite.
 template <class F>
-inline void keep(const float* key, const float* value, int d, int place, int block_tokens, typename F::elem* at) {
+inline bool keep(const float* key, const float* value, int d, int place, int ahead, int block_tokens,
+                 typename F::elem* at) {
     const size_t tile = (size_t)LANES * d;
     const int lane = place % LANES;
     typename F::elem narrow[512];
-    for (int i = 0; i < d; i += LANES) F::store(narrow + i, _mm512_loadu_ps(key + i));
+    __m512 nothing = _mm512_setzero_ps();  // x - x: 0, or NaN where x is not finite
+    auto convert = [&](const float* from) {
+        for (int i = 0; i < d; i += LANES) {
+            const __m512 x = _mm512_loadu_ps(from + i);
+            nothing = _mm512_add_ps(nothing, _mm512_sub_ps(x, x));
+            F::store(narrow + i, x);
+        }
+    };
+    convert(key);
     auto* keys = (unit*)(at + place / LANES * tile);  // [D in units][16 tokens]
     for (int i = 0; i < d / F::PACK; i++) std::memcpy(keys + i * LANES + lane, narrow + i * F::PACK, sizeof(unit));
-    for (int i = 0; i < d; i += LANES) F::store(narrow + i, _mm512_loadu_ps(value + i));
+    convert(value);
     auto* values = at + (size_t)block_tokens * d + place / F::PACK * F::PACK * (size_t)d;  // [token in units][D]
     for (int i = 0; i < d; i++) values[i * F::PACK + place % F::PACK] = narrow[i];
+    for (int token = lane ? LANES : ahead; token < LANES; token++) {
+        auto* unwritten = values + token / F::PACK * F::PACK * (size_t)d + token % F::PACK;
+        for (int i = 0; i < d; i++) unwritten[i * F::PACK] = 0;
+    }
+    return !_mm512_cmp_ps_mask(nothing, nothing, _CMP_UNORD_Q);
 }

@@ -3,6 +3,7 @@
 // Llama, Mistral, Qwen2 and Qwen3 differ in biases, in norms on the heads and in sliding windows; all are here. Python
 // gives the weights once (`create`) and a ragged batch each step (`step`). The residual stream is kept in float, what
 // is multiplied in the model's own format.
+#include <atomic>
 #include <chrono>
 #include <limits>
 
@@ -35,6 +36,7 @@ struct Batch {
     const int32_t *query_starts, *kv_lens, *block_tables;
     float* const* logits;  // [samples]: where a row's logits go, or null
     int64_t* best;         // [samples]
+    uint8_t* broken;       // [rows], 0: becomes 1 where a key or a value of the row is not finite
     double* stage_ms;      // [4]: linears, attention, head, everything else
 };
 }
@@ -221,12 +223,16 @@ class Model : public Runner {
             elem* to = &q_[(((size_t)(h / g) * b.tokens + t) * g + h % g) * d];
             for (int i = 0; i < d; i += LANES) F::store(to + i, _mm512_loadu_ps(q + h * d + i));
         }
-        const size_t block = rows_[row_of_[t]].blocks[position / c_.block_tokens];
+        const Row& row = rows_[row_of_[t]];
+        const size_t block = row.blocks[position / c_.block_tokens];
+        bool finite = true;
         for (int h = 0; h < c_.kv_heads; h++) {
             rotate(k + h * d, w.k_norm, d, c_.eps, cos, sin);
             elem* at = pool + (block * c_.kv_heads + h) * 2 * c_.block_tokens * d;
-            keep<F>(k + h * d, v + h * d, d, position % c_.block_tokens, c_.block_tokens, at);
+            finite &= keep<F>(k + h * d, v + h * d, d, position % c_.block_tokens, row.first + row.count - t,
+                              c_.block_tokens, at);
         }
+        if (!finite) std::atomic_ref(b.broken[row_of_[t]]).store(1, std::memory_order_relaxed);
     }
 
     void head(const Batch& b, int thread, int& stage) {
@@ -243,13 +249,16 @@ class Model : public Runner {
             if (b.logits[s]) _mm512_mask_storeu_ps(b.logits[s] + column, real, value);
             const size_t at = ((size_t)thread * samples_ + s) * LANES;
             const __m512 top = _mm512_loadu_ps(&top_[at]);
-            const __mmask16 better = _mm512_mask_cmp_ps_mask(real, value, top, _CMP_GT_OQ);
-            _mm512_mask_storeu_ps(&top_[at], better, value);
+            // NaN counts as infinite: nothing is better, so it is not lost.
+            const __m512 rank = _mm512_mask_mov_ps(value, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q),
+                                                   _mm512_set1_ps(std::numeric_limits<float>::infinity()));
+            const __mmask16 better = _mm512_mask_cmp_ps_mask(real, rank, top, _CMP_GT_OQ);
+            _mm512_mask_storeu_ps(&top_[at], better, rank);
             _mm512_mask_storeu_epi32(&top_at_[at], better, _mm512_add_epi32(lane, _mm512_set1_epi32(column)));
         });
     }
 
-    // The best of all lanes and threads, the lowest id among equals; -1 where no logit is a finite number.
+    // The best of all lanes and threads, the lowest id among equals; -1 where that is not finite, or a logit is NaN.
     int64_t winner(int s) const {
         float best = -std::numeric_limits<float>::infinity();
         int id = 0;

@@ -79,7 +79,7 @@ inline void with_count(int count, Call&& f) {
 
 // 2^x, relative error under 3e-7 for x <= 0: 2^round(x) times a polynomial (Taylor, degree 7) on [-0.5, 0.5].
 inline __m512 exp2_ps(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-126.0f));
+    x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);  // in this order: NaN stays NaN
     __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m512 t = _mm512_sub_ps(x, whole);
     __m512 p = _mm512_set1_ps(1.5252733804059841e-05f);
