@@ -1,0 +1,47 @@
+"""The kernels under the compiler's sanitizers: `random_steps.cpp`, where every buffer has exactly its size.
+
+Needs a compiler with their libraries (Debian's g++ has them), a processor with AVX-512, and about a minute.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from wsbatch.model import compiled
+
+MODELS = 60
+KERNELS = Path(compiled.__file__).parent / "kernels"
+FLAGS = ("-std=c++20", "-O1", "-g", "-march=native", "-fno-math-errno", "-pthread", "-w", f"-I{KERNELS}")
+
+
+@pytest.mark.parametrize(
+    "sanitizers",
+    ["-fsanitize=address,undefined -fno-sanitize-recover=all", "-fsanitize=thread"],
+    ids=["address and undefined", "thread"],
+)
+def test_random_steps(sanitizers: str, tmp_path: Path) -> None:
+    if not torch.cpu.get_capabilities().get("avx512_f"):
+        pytest.skip("this processor lacks avx512_f")
+    compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler was found (CXX, g++, clang++)")
+    flags, empty = sanitizers.split(), tmp_path / "empty.cpp"
+    empty.write_text("int main() { return 0; }\n")
+    probe = str(tmp_path / "probe")
+    command = [compiler, *flags, str(empty), "-o", probe]
+    for attempt in (command, [probe]):
+        tried = subprocess.run(attempt, capture_output=True, text=True, check=False)
+        if tried.returncode:
+            pytest.skip(f"{flags[0]} does not work here: {tried.stderr.strip()[-200:]}")
+    program, source = str(tmp_path / "random_steps"), Path(__file__).with_name("random_steps.cpp")
+    built = subprocess.run(
+        [compiler, *FLAGS, *flags, str(source), "-o", program], capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run([program, "0", str(MODELS)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:5000]
+    assert done.stdout == f"{MODELS} models\n"
