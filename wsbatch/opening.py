@@ -3,7 +3,7 @@
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import trio
@@ -17,10 +17,11 @@ from wsbatch.config import EngineConfig
 from wsbatch.metrics import EngineMetrics
 from wsbatch.steps import Model, ModelInfo
 from wsbatch.text import ByteText, TextCodec
-from wsbatch.tokenising import Tokenising
-from wsbatch.worker import ThreadWorker
+from wsbatch.tokenising import Run, Tokenising, in_thread
+from wsbatch.worker import ThreadWorker, Worker
 
 if TYPE_CHECKING:
+    from wsbatch.model.loading import LoadedModel
     from wsbatch.model.simulated import StepCosts
 
 _STEP_SHARE = 0.1
@@ -56,17 +57,7 @@ async def open_engine(
     async with trio.open_nursery() as nursery:
         try:
             info: ModelInfo = await nursery.start(worker.run, build)
-            codec = codecs[0]
-            fitted = for_device(config, info)
-            info = as_served(info, fitted)
-            engine = BatchEngine(
-                fitted,
-                info=info,
-                scheduler=make_scheduler(fitted, now_s=trio.current_time()),
-                worker=worker,
-                codec=codec,
-                tokenise=Tokenising(codec, info.max_model_len),
-            )
+            engine = assemble(config, info=info, worker=worker, codec=codecs[0])
             nursery.start_soon(engine.run)
             nursery.start_soon(_watch_loop, engine.metrics)
             yield engine
@@ -93,49 +84,124 @@ async def _watch_loop(metrics: EngineMetrics) -> None:
         metrics.trio_tasks.set(trio.lowlevel.current_statistics().tasks_living)
 
 
-def for_device(config: EngineConfig, info: ModelInfo) -> EngineConfig:
-    """The configuration with KV blocks of a size that fast attention on the model's device can read."""
-    if config.scheduler != "continuous" or info.device != "cuda" or info.dtype == "float32":
-        return config
-    return replace(config, block_tokens=-(-config.block_tokens // _CUDA_BLOCK_TOKENS) * _CUDA_BLOCK_TOKENS)
+def assemble(
+    config: EngineConfig, *, info: ModelInfo, worker: Worker, codec: TextCodec, run: Run = in_thread
+) -> BatchEngine:
+    """An engine of its parts; `run` its loop.
 
-
-def make_scheduler(config: EngineConfig, *, now_s: float) -> Scheduler:
-    """The scheduler that a configuration asks for."""
-    max_step_s = config.step_stall_s * _STEP_SHARE
-    if config.scheduler == "continuous":
-        return ContinuousScheduler(
-            max_batch_size=config.max_batch_size,
-            max_batch_prefill_tokens=config.max_batch_prefill_tokens,
-            prefill_chunk_tokens=config.prefill_chunk_tokens,
-            itl_slo_s=None if config.itl_slo_ms is None else config.itl_slo_ms / 1000,
-            pool=BlockPool(_total_blocks(config), config.block_tokens, prefix_cache=config.prefix_cache),
-            max_step_s=max_step_s,
-        )
-    return DynamicScheduler(
-        DynamicSettings(
-            max_batch_size=config.max_batch_size,
-            max_wait_s=config.max_wait_ms / 1000,
-            anchor=config.wait_anchor,
-            debounce_s=config.debounce_ms / 1000,
-            buckets=config.length_buckets,
-            adaptive=config.adaptive_wait,
-            early_compaction=config.early_compaction,
-            max_step_s=max_step_s,
-        ),
-        now_s=now_s,
+    Args:
+        config: the settings.
+        info: the model's facts.
+        worker: runs the model.
+        codec: the model's text.
+        run: where long texts are tokenised, see `Tokenising`.
+    """
+    config = for_device(config, info)
+    info = as_served(info, config)
+    return BatchEngine(
+        config,
+        info=info,
+        scheduler=make_scheduler(config, now_s=trio.current_time()),
+        worker=worker,
+        codec=codec,
+        tokenise=Tokenising(codec, info.max_model_len, run=run),
     )
 
 
-def as_served(info: ModelInfo, config: EngineConfig) -> ModelInfo:
-    """The model's facts with the `max_model_len` that this configuration serves: no more than the KV pool holds."""
-    if config.scheduler != "continuous":
-        return info
-    return replace(info, max_model_len=min(info.max_model_len, _total_blocks(config) * config.block_tokens))
+@dataclass(frozen=True, slots=True)
+class SchedulerKind:
+    """What a scheduler's name stands for.
+
+    Attributes:
+        scheduler: makes one; the time is in seconds on the engine's clock.
+        model: makes what runs its plans; called on the model's thread, and imports torch only there.
+        most_tokens: of one request, prompt and output together, that its cache holds; infinity for no such bound.
+        block_tokens: tokens in a block of the KV cache on this model's device; the configuration's, or more.
+    """
+
+    scheduler: Callable[[EngineConfig, float], Scheduler]
+    model: Callable[["LoadedModel", EngineConfig], Model]
+    most_tokens: Callable[[EngineConfig], float]
+    block_tokens: Callable[[EngineConfig, ModelInfo], int]
+
+
+def _dynamic(config: EngineConfig, now_s: float) -> Scheduler:
+    settings = DynamicSettings(
+        max_batch_size=config.max_batch_size,
+        max_wait_s=config.max_wait_ms / 1000,
+        anchor=config.wait_anchor,
+        debounce_s=config.debounce_ms / 1000,
+        buckets=config.length_buckets,
+        adaptive=config.adaptive_wait,
+        early_compaction=config.early_compaction,
+        max_step_s=config.step_stall_s * _STEP_SHARE,
+    )
+    return DynamicScheduler(settings, now_s=now_s)
+
+
+def _padded(loaded: "LoadedModel", config: EngineConfig) -> Model:
+    from wsbatch.model.padded import PaddedModel
+
+    return PaddedModel(loaded)
+
+
+def _continuous(config: EngineConfig, now_s: float) -> Scheduler:
+    return ContinuousScheduler(
+        max_batch_size=config.max_batch_size,
+        max_batch_prefill_tokens=config.max_batch_prefill_tokens,
+        prefill_chunk_tokens=config.prefill_chunk_tokens,
+        itl_slo_s=None if config.itl_slo_ms is None else config.itl_slo_ms / 1000,
+        pool=BlockPool(_total_blocks(config), config.block_tokens, prefix_cache=config.prefix_cache),
+        max_step_s=config.step_stall_s * _STEP_SHARE,
+    )
+
+
+def _paged(loaded: "LoadedModel", config: EngineConfig) -> Model:
+    from wsbatch.model.paged import PagedModel
+
+    return PagedModel(loaded, total_blocks=_total_blocks(config), block_tokens=config.block_tokens)
+
+
+def _readable_block(config: EngineConfig, info: ModelInfo) -> int:
+    """Of a size that fast attention on the model's device can read."""
+    if info.device != "cuda" or info.dtype == "float32":
+        return config.block_tokens
+    return -(-config.block_tokens // _CUDA_BLOCK_TOKENS) * _CUDA_BLOCK_TOKENS
 
 
 def _total_blocks(config: EngineConfig) -> int:
     return config.max_batch_total_tokens // config.block_tokens
+
+
+SCHEDULERS: dict[str, SchedulerKind] = {
+    "dynamic": SchedulerKind(
+        _dynamic, _padded, most_tokens=lambda config: math.inf, block_tokens=lambda config, info: config.block_tokens
+    ),
+    "continuous": SchedulerKind(
+        _continuous,
+        _paged,
+        most_tokens=lambda config: _total_blocks(config) * config.block_tokens,
+        block_tokens=_readable_block,
+    ),
+}
+"""By `EngineConfig.scheduler`."""
+
+
+def for_device(config: EngineConfig, info: ModelInfo) -> EngineConfig:
+    """The configuration with KV blocks that fit the model's device."""
+    block_tokens = SCHEDULERS[config.scheduler].block_tokens(config, info)
+    return config if block_tokens == config.block_tokens else replace(config, block_tokens=block_tokens)
+
+
+def make_scheduler(config: EngineConfig, *, now_s: float) -> Scheduler:
+    """The scheduler that a configuration asks for."""
+    return SCHEDULERS[config.scheduler].scheduler(config, now_s)
+
+
+def as_served(info: ModelInfo, config: EngineConfig) -> ModelInfo:
+    """The model's facts with the `max_model_len` that this configuration serves: no more than its cache holds."""
+    most_tokens = SCHEDULERS[config.scheduler].most_tokens(config)
+    return info if most_tokens >= info.max_model_len else replace(info, max_model_len=int(most_tokens))
 
 
 def _load(config: EngineConfig, progress: Progress | None) -> tuple[Model, TextCodec]:
@@ -160,14 +226,7 @@ def _load(config: EngineConfig, progress: Progress | None) -> tuple[Model, TextC
         progress=progress,
     )
     codec = HuggingFaceText(loaded.directory)
-    if config.scheduler == "continuous":
-        from wsbatch.model.paged import PagedModel
-
-        config = for_device(config, loaded.info)
-        return PagedModel(loaded, total_blocks=_total_blocks(config), block_tokens=config.block_tokens), codec
-    from wsbatch.model.padded import PaddedModel
-
-    return PaddedModel(loaded), codec
+    return SCHEDULERS[config.scheduler].model(loaded, for_device(config, loaded.info)), codec
 
 
 def _step_costs(text: str) -> "StepCosts":

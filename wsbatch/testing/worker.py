@@ -9,10 +9,9 @@ from wsbatch.batch_engine import BatchEngine
 from wsbatch.config import EngineConfig
 from wsbatch.errors import StepFailed
 from wsbatch.model.simulated import SimulatedModel, StepCosts
-from wsbatch.opening import as_served, make_scheduler
+from wsbatch.opening import assemble
 from wsbatch.steps import PaddedStart, PagedStep, StepPlan, StepResult
 from wsbatch.text import ByteText, TextCodec
-from wsbatch.tokenising import Tokenising
 
 
 class VirtualWorker:
@@ -58,16 +57,7 @@ async def open_virtual_engine(
         costs or StepCosts(), max_model_len=config.max_model_len or 8192, block_tokens=config.block_tokens
     )
     worker = VirtualWorker(model)
-    codec = codec or ByteText()
-    info = as_served(model.info, config)
-    engine = BatchEngine(
-        config,
-        info=info,
-        scheduler=make_scheduler(config, now_s=trio.current_time()),
-        worker=worker,
-        codec=codec,
-        tokenise=Tokenising(codec, info.max_model_len, run=tokenise_here),
-    )
+    engine = assemble(config, info=model.info, worker=worker, codec=codec or ByteText(), run=tokenise_here)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(engine.run)
         yield engine, worker
