@@ -13,7 +13,8 @@ from wsbatch.text import TextCodec
 
 _INLINE_BYTES = 2048
 """Up to here tokenising on the event loop costs less than a hop to a thread and back."""
-
+_MESSAGE_BYTES = 64
+"""What the chat template costs for a message, however short, is what so many bytes of text cost."""
 
 _THREADS = 2
 
@@ -82,11 +83,16 @@ class Tokenising:
         if request.token_ids is not None:
             return list(request.token_ids)
         messages = request.messages or ()
-        size = _size(request.prompt or "") + sum(_size(message.content) for message in messages)
+        texts = [request.prompt or "", *(message.content for message in messages)]
+        if (chars := sum(map(len, texts))) > self._max_bytes:
+            raise TooLarge(
+                f"the prompt holds {chars} characters: more than {self._max_bytes} bytes cannot fit the model's context"
+            )
+        size = sum(map(_size, texts))
         if size > self._max_bytes:
             raise TooLarge(f"the prompt holds {size} bytes: more than {self._max_bytes} cannot fit the model's context")
 
-        if size <= _INLINE_BYTES:
+        if size + _MESSAGE_BYTES * len(messages) <= _INLINE_BYTES:
             return self._encode(request)
         own = self._own.get(client)
         if own is None:
@@ -108,4 +114,4 @@ class Tokenising:
 
 def _size(text: str) -> int:
     """Bytes of UTF-8; a lone surrogate counts too: refusing it is the codec's business."""
-    return len(text.encode("utf-8", "surrogatepass"))
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
