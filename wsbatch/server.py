@@ -62,6 +62,7 @@ class Server:
         self._tls = tls is not None
         limits = WireLimits(max_message_bytes=config.max_message_bytes)
         self._codecs = {name: codec(limits) for name, codec in CODECS.items()}
+        self._decoding = trio.Lock()
         self._sessions: set[Session] = set()
         self._transport = Transport(
             config,
@@ -192,7 +193,7 @@ class Server:
 
     async def _serve_session(self, connection: Connection) -> None:
         codec = self._codecs[connection.subprotocol or SUBPROTOCOLS[0]]
-        session = Session(connection, self._engine, self._config, codec=codec)
+        session = Session(connection, self._engine, self._config, codec=codec, decoding=self._decoding)
         self._sessions.add(session)
         if self._stopping.is_set():  # during its handshake
             session.end(1001, "the server is shutting down", within_s=self._closing_s())

@@ -14,6 +14,7 @@ from wsbatch.engine import Engine
 from wsbatch.errors import BadRequest, DuplicateId, QuotaExceeded, RequestError
 from wsbatch.messages import (
     Cancel,
+    ClientMessage,
     DrainingNotice,
     Failed,
     Finished,
@@ -85,13 +86,26 @@ class Session:
 
     The reader only ever decodes and decides; whatever takes time runs in a task of its own. The writer alone sends:
     streams that have something wait in `_ready`, in turn, and what a stream gathers meanwhile goes out as one frame.
+
+    Args:
+        decoding: held while a message is decoded that takes more than one step: shared by the sessions of a server, so
+            that the event loop does one such step a turn, and there is one half-built message at a time.
     """
 
-    def __init__(self, connection: Connection, engine: Engine, config: ServerConfig, *, codec: Codec) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        engine: Engine,
+        config: ServerConfig,
+        *,
+        codec: Codec,
+        decoding: trio.Lock | None = None,
+    ) -> None:
         self._connection = connection
         self._engine = engine
         self._config = config
         self._codec = codec
+        self._decoding = decoding or trio.Lock()
         self._live: dict[RequestId, _Live] = {}
         self._answers: deque[ServerMessage] = deque([self._hello()])  # frames of no stream; they go first
         self._ready: dict[Stream, None] = {}  # insertion order is the order of turns
@@ -160,7 +174,7 @@ class Session:
             if self._deaf:
                 continue
             try:
-                message = self._codec.decode_client(data)
+                message = await self._decode(data)
             except DecodeError as problem:
                 self._undecodable(problem)
                 continue
@@ -181,6 +195,18 @@ class Session:
                     self._refuse(None, BadRequest("watch: this server does not let its batch be watched (allow_watch)"))
                 case Unwatch():
                     self._watching.stop()
+
+    async def _decode(self, data: bytes | str) -> ClientMessage:
+        steps = self._codec.decoding(data)
+        try:
+            next(steps)
+            async with self._decoding:
+                while True:
+                    next(steps)
+                    await trio.lowlevel.checkpoint()
+        except StopIteration as done:
+            message: ClientMessage = done.value
+            return message
 
     def _undecodable(self, problem: DecodeError) -> None:
         error = problem.error

@@ -332,7 +332,8 @@ def test_msgpack_values_that_are_no_seed(value: bytes, words: list[str]) -> None
 def test_lengths_that_msgpack_claims_are_not_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
     monkeypatch.setattr(msgpack, "unpackb", lambda *args, **options: built.append(args))
-    assert refused(MSGPACK, b"\xdd\x00\x10\x00\x00" * 1000 + b"\xc0" * 2**20).fatal
+    assert "entries" in refused(MSGPACK, b"\xdd\x00\x10\x00\x00" * 1000 + b"\xc0" * 2**20).error.message
+    assert refused(MSGPACK, b"\xdc\x00\x40" * 90 + b"\xc0" * 1000).fatal
     assert built == []
 
 

@@ -35,11 +35,13 @@ from wsbatch.wire import JSON, MSGPACK, Codec
 class Fixture:
     """A running session, the client's end of it, and its engine."""
 
-    def __init__(self, codec: Codec = MSGPACK, submit_s: float = 0.0, **settings: Any) -> None:
+    def __init__(
+        self, codec: Codec = MSGPACK, submit_s: float = 0.0, decoding: trio.Lock | None = None, **settings: Any
+    ) -> None:
         self.engine = ScriptedEngine(submit_s=submit_s)
         self.client = MemoryConnection(codec)
         self.config = ServerConfig(**settings)
-        self.session = Session(self.client, self.engine, self.config, codec=codec)
+        self.session = Session(self.client, self.engine, self.config, codec=codec, decoding=decoding)
         self.ended = trio.Event()
 
     async def run(self) -> None:
@@ -138,6 +140,24 @@ async def test_streams_take_turns(autojump_clock: trio.testing.MockClock) -> Non
             fixture.engine.push(stream)
         fixture.client.release()
         assert [frame.id for frame in await fixture.hear_all(4)] == [3, 1, 2, 3]
+
+
+@pytest.mark.parametrize("codec", [MSGPACK, JSON])
+async def test_others_have_their_turn_while_a_large_message_is_decoded(
+    autojump_clock: trio.testing.MockClock, codec: Codec
+) -> None:
+    lock = trio.Lock()
+    large = codec.encode_client(GenerateRequest(id=1, token_ids=tuple(range(400_000))))
+    settings: dict[str, Any] = {"codec": codec, "decoding": lock, "frame_interval_ms": 0.0}
+    async with session(**settings) as busy, session(**settings) as also_busy, session(**settings) as neighbour:
+        for fixture in (busy, also_busy):
+            await fixture.client.say(large)
+        for nonce in range(5):
+            await neighbour.client.say(Ping(nonce))
+            assert await neighbour.client.hear() == Pong(nonce)
+            assert len(busy.client.frames) == len(also_busy.client.frames) == 1
+        for fixture in (busy, also_busy):
+            assert isinstance(await fixture.client.hear(), Accepted)
 
 
 async def test_cancel_ends_only_its_own_request(autojump_clock: trio.testing.MockClock) -> None:

@@ -10,6 +10,7 @@ from wsbatch.wire.codec import (
     DecodeError,
     JsonCodec,
     MsgpackCodec,
+    Text,
 )
 from wsbatch.wire.fields import WireLimits
 
@@ -23,5 +24,6 @@ __all__ = [
     "DecodeError",
     "JsonCodec",
     "MsgpackCodec",
+    "Text",
     "WireLimits",
 ]

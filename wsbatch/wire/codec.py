@@ -1,25 +1,25 @@
 """Sans-IO: the bytes and text of WebSocket messages ↔ `wsbatch.messages`. No sockets, no clock.
 
 Two subprotocols carry the same maps: msgpack in binary messages, JSON in text messages. What a client sends is checked
-in three rounds: its size, its syntax (with a bound on what decoding may allocate), its fields (`frames`).
+in three rounds: its size, what it holds (`tally`, before anything is built), its fields (`frames`).
 """
 
 import json
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 
 from wsbatch.errors import BadRequest, RequestError, TooLarge, WsbatchError
 from wsbatch.messages import ClientMessage, RequestId, ServerMessage
-from wsbatch.wire.fields import WireLimits, shown
+from wsbatch.wire.fields import Large, WireLimits, shown
 from wsbatch.wire.frames import ClientFrames, client_frame, read_server_frame, server_frame
+from wsbatch.wire.json_walk import JsonWalk, Malformed, load_json
+from wsbatch.wire.msgpack_walk import Incomplete, MsgpackWalk, Unknown
+from wsbatch.wire.tally import KEY_TOO_LONG, MAX_KEY_CHARS, Tally
 
 PROTOCOL_VERSION = 1
-
-_INTEGER_DIGITS = 600
 
 
 class DecodeError(WsbatchError):
@@ -54,18 +54,37 @@ class Codec(ABC):
 
     def decode_client(self, data: bytes | str) -> ClientMessage:
         """The message a client sent. Raises DecodeError and nothing else, whatever `data` is."""
-        containers = _Containers(self.limits.max_containers)
-        frame = self._parse(data, containers)
+        steps = self.decoding(data)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                message: ClientMessage = done.value
+                return message
+
+    def decoding(self, data: bytes | str) -> Generator[None, None, ClientMessage]:
+        """`decode_client` in steps of a millisecond or so: the last one returns the message.
+
+        Text may come as a string or as `Text`.
+        """
+        self._check_kind(data)
+        packed = _encoded(data)
+        if len(packed) > self.limits.max_message_bytes:
+            error = TooLarge(f"a message may have {self.limits.max_message_bytes} bytes, got {len(packed)}")
+            raise DecodeError(error, fatal=True)
+        pairs = _Pairs()
+        frame = _frame((yield from self._walk(packed, pairs)))
         try:
-            if containers.problem is not None:
-                raise BadRequest(containers.problem)
+            if pairs.problem is not None:
+                raise BadRequest(pairs.problem)
             return self._frames.read(frame)
         except RequestError as exc:
             raise DecodeError(exc, id=self._id_of(frame)) from None
 
     def decode_server(self, data: bytes | str) -> ServerMessage | None:
         """The message a server sent; None for a type newer than this version. Raises DecodeError."""
-        frame = self._parse(data, None)
+        self._check_kind(data)
+        frame = _frame(self._load(data))
         try:
             return read_server_frame(frame)
         except RequestError as exc:
@@ -89,28 +108,25 @@ class Codec(ABC):
     def _pack(self, frame: Mapping[str, object]) -> bytes | str: ...
 
     @abstractmethod
-    def _decode(self, data: Any, containers: "_Containers | None") -> object: ...
+    def _check_kind(self, data: bytes | str) -> None:
+        """Raises DecodeError for a text message where binary ones are spoken, and the other way round."""
 
-    def _parse(self, data: bytes | str, containers: "_Containers | None") -> dict[str, object]:
-        try:
-            value = self._decode(data, containers)
-        except RequestError as exc:
-            raise DecodeError(exc) from None
-        if type(value) is not dict:
-            raise DecodeError(BadRequest(f"a frame must be a map, got {shown(value)}"))
-        return value
+    @abstractmethod
+    def _load(self, data: Any) -> object: ...
+
+    @abstractmethod
+    def _walk(self, data: bytes, pairs: "_Pairs") -> Generator[None, None, object]:
+        """A client's message, bounded before it is decoded. Raises DecodeError."""
 
     def _id_of(self, frame: Mapping[str, object]) -> RequestId | None:
+        return self._valid_id(frame.get("id"))
+
+    def _valid_id(self, value: object) -> RequestId | None:
         try:
-            found: RequestId = self._frames.read_id("id", frame.get("id"))
+            found: RequestId = self._frames.read_id("id", value)
         except RequestError:
             return None
         return found
-
-    def _check_size(self, size: int) -> None:
-        if size > self.limits.max_message_bytes:
-            error = TooLarge(f"a message may have {self.limits.max_message_bytes} bytes, got {size}")
-            raise DecodeError(error, fatal=True)
 
 
 class MsgpackCodec(Codec):
@@ -125,23 +141,16 @@ class MsgpackCodec(Codec):
         packed: bytes = self._packer.pack(frame)
         return packed
 
-    def _decode(self, data: bytes | str, containers: "_Containers | None") -> object:
-        if isinstance(data, str):
+    def _check_kind(self, data: bytes | str) -> None:
+        if isinstance(data, str | Text):
             raise _not_spoken(f"{self.subprotocol} is spoken in binary messages, got a text message")
-        # Bytes that are not UTF-8 become lone surrogates, which the string readers refuse by field.
-        options: dict[str, Any] = {"strict_map_key": False, "unicode_errors": "surrogateescape"}
+
+    def _load(self, data: bytes, **hooks: Any) -> object:
         try:
-            if containers is None:
-                return msgpack.unpackb(data, **options)
-            self._check_size(len(data))
-            # An array's header claims a length that is allocated before its items are read. Walking over the message
-            # first, which allocates nothing, shows that every length claimed is there.
-            scanner = msgpack.Unpacker(max_buffer_size=len(data))
-            scanner.feed(data)
-            scanner.skip()
-            return msgpack.unpackb(data, object_pairs_hook=containers.map, list_hook=containers.array, **options)
+            # Bytes that are not UTF-8 become lone surrogates, which the string readers refuse by field.
+            return msgpack.unpackb(data, strict_map_key=False, unicode_errors="surrogateescape", **hooks)
         except msgpack.StackError:
-            raise BadRequest("the message is nested too deeply") from None
+            raise _refused("the message is nested too deeply") from None
         except msgpack.OutOfData:
             raise _not_spoken("the message is not msgpack: it is incomplete") from None
         except msgpack.FormatError:
@@ -149,7 +158,19 @@ class MsgpackCodec(Codec):
         except msgpack.ExtraData:
             raise _not_spoken("the message is not msgpack: it goes on after its end") from None
         except (ValueError, TypeError, OverflowError) as exc:  # a timestamp, say, of a length that none has
-            raise BadRequest(f"the message holds a value that cannot be read: {exc}") from None
+            raise _refused(f"the message holds a value that cannot be read: {exc}") from None
+
+    def _walk(self, data: bytes, pairs: "_Pairs") -> Generator[None, None, object]:
+        walk = MsgpackWalk(data, Tally(self.limits))
+        try:
+            yield from walk.run()
+        except Incomplete:
+            raise _not_spoken("the message is not msgpack: it is incomplete") from None
+        except Unknown:
+            raise _not_spoken("the message is not msgpack: it has a byte that begins no value") from None
+        except RequestError as exc:
+            raise DecodeError(exc, id=self._valid_id(walk.id())) from None
+        return self._load(walk.rest, object_pairs_hook=pairs.map, ext_hook=walk.extension)
 
 
 class JsonCodec(Codec):
@@ -158,74 +179,78 @@ class JsonCodec(Codec):
     subprotocol = "wsbatch.v1.json"
 
     _encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # Possessive, and with an optional end, so that no text whatever makes it go back: it runs in linear time.
-    _string = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
     def _pack(self, frame: Mapping[str, object]) -> str:
         return self._encoder.encode(frame)
 
-    def _decode(self, data: bytes | str, containers: "_Containers | None") -> object:
-        if not isinstance(data, str):
+    def _check_kind(self, data: bytes | str) -> None:
+        if not isinstance(data, str | Text):
             raise _not_spoken(f"{self.subprotocol} is spoken in text messages, got a binary message")
+
+    def _load(self, data: str | bytes) -> object:
+        return self._loaded(data if isinstance(data, str) else data.decode(), dict)
+
+    def _walk(self, data: bytes, pairs: "_Pairs") -> Generator[None, None, object]:
+        walk = JsonWalk(data, Tally(self.limits))
         try:
-            if containers is None:
-                return _json_value(data)
-            self._check_size(len(data.encode()))
-            # json calls nothing back for an array, so arrays are counted here; brackets in strings are not arrays.
-            if (brackets := data.count("[")) > containers.left:
-                brackets = self._string.sub("", data).count("[")
-            containers.take(brackets)
-            return _json_value(data, containers)
+            yield from walk.run()
+            text = walk.rest.decode()
+        except (Malformed, UnicodeDecodeError) as exc:
+            raise _not_spoken(f"the message is not JSON: {exc}") from None
+        except RequestError as exc:
+            raise DecodeError(exc, id=self._valid_id(walk.id())) from None
+        return self._loaded(text, lambda: {"object_pairs_hook": pairs.map, "parse_constant": walk.constants()})
+
+    def _loaded(self, text: str, hooks: Callable[[], dict[str, Any]]) -> object:
+        try:
+            return load_json(text, hooks)
         except RecursionError:
-            raise BadRequest("the message is nested too deeply") from None
+            raise _refused("the message is nested too deeply") from None
         except ValueError as exc:
             raise _not_spoken(f"the message is not JSON: {exc}") from None
 
 
-def _json_value(text: str, containers: "_Containers | None" = None) -> object:
-    hooks: dict[str, Any] = {} if containers is None else {"object_pairs_hook": containers.map}
-    left = 0 if containers is None else containers.left
-    try:
-        return json.loads(text, **hooks)
-    except json.JSONDecodeError:
-        raise
-    except ValueError:
-        # Python refuses to convert an integer of thousands of digits. It is beyond every bound all the same when most
-        # of them are left out; a hook for every integer would treble the time that ids take.
-        if containers is not None:
-            containers.left = left
-        return json.loads(text, parse_int=lambda digits: int(digits[:_INTEGER_DIGITS]), **hooks)
+class Text(bytes):
+    """The UTF-8 of a text message, not yet decoded."""
 
 
-class _Containers:
-    """Hooks of both parsers: bounds the containers of a message, and notes keys that are not strings or come twice."""
+class _Pairs:
+    """Makes maps of their pairs, and notes the first key that is no string, is too long, or comes twice."""
 
-    def __init__(self, most: int) -> None:
-        self.left = most
+    def __init__(self) -> None:
         self.problem: str | None = None
-        self._most = most
-
-    def take(self, count: int) -> None:
-        self.left -= count
-        if self.left < 0:
-            raise BadRequest(f"a message may have {self._most} maps and arrays")
-
-    def array(self, items: list[object]) -> list[object]:
-        self.take(1)
-        return items
 
     def map(self, pairs: list[tuple[object, object]]) -> dict[str, object]:
-        self.take(1)
         values: dict[str, object] = {}
         for key, value in pairs:
-            if type(key) is not str:
-                self.problem = f"the keys of a map must be strings, got {shown(key)}"
-            elif key in values:
-                self.problem = f"{shown(key)}: is there twice"
-                values[key] = None  # which of the two was meant is unknown, above all for an id
-            else:
+            if type(key) is str and key not in values and len(key) <= MAX_KEY_CHARS:
                 values[key] = value
+            elif type(key) is str and key in values:
+                values[key] = None  # which of the two was meant is unknown, above all for an id
+                self.problem = self.problem or f"{shown(key)}: is there twice"
+            elif self.problem is None:
+                is_string = type(key) in (str, Large)
+                self.problem = KEY_TOO_LONG if is_string else f"the keys of a map must be strings, got {shown(key)}"
         return values
+
+
+def _encoded(data: bytes | str) -> bytes:
+    if not isinstance(data, str):
+        return data
+    try:
+        return data.encode()
+    except UnicodeEncodeError as exc:
+        raise _not_spoken(f"the message is not valid Unicode: {exc.reason}") from None
+
+
+def _frame(value: object) -> dict[str, object]:
+    if type(value) is not dict:
+        raise _refused(f"a frame must be a map, got {shown(value)}")
+    return value
+
+
+def _refused(message: str) -> DecodeError:
+    return DecodeError(BadRequest(message))
 
 
 def _not_spoken(message: str) -> DecodeError:

@@ -31,8 +31,12 @@ class WireLimits:
         max_message_bytes: one message; JSON text is counted as UTF-8.
         max_containers: maps and arrays in one message, nested ones included: a decoded container costs fifty times
             its encoded size, and the decoder runs on the event loop.
+        max_depth: maps and arrays within each other.
+        max_entries: values in the maps and arrays of one message: not the first of each, nor those of long arrays.
+        max_short_array: entries of an array; one that is longer, and begins with an integer, is a long one: it may hold
+            nothing but token ids.
         max_id_bytes: a request id or nonce that is a string.
-        max_token_ids: entries of `token_ids` and of `resume_token_ids`.
+        max_token_ids: entries of `token_ids` and of `resume_token_ids`, and of all long arrays of a message together.
         max_messages: turns in `messages`.
         max_tokens: the field of that name.
         max_stop, max_stop_chars, max_stop_token_ids: stop strings, characters of each, stop ids.
@@ -42,6 +46,9 @@ class WireLimits:
 
     max_message_bytes: int = 8 * 2**20
     max_containers: int = 4096
+    max_depth: int = 100
+    max_entries: int = 8192
+    max_short_array: int = 1024
     max_id_bytes: int = 64
     max_token_ids: int = 1_000_000
     max_messages: int = 1024
@@ -53,8 +60,21 @@ class WireLimits:
     max_timeout_ms: int = 86_400_000
 
 
+@dataclass(frozen=True, slots=True)
+class Large:
+    """A value that was decoded in pieces, and checked piece by piece: valid Unicode, or token ids within bounds."""
+
+    value: str | list[int]
+
+
+def whole(value: object) -> object:
+    """The value itself, however it was decoded."""
+    return value.value if type(value) is Large else value
+
+
 def shown(value: object) -> str:
     """A value for an error message: short, printable, and naming its wire type."""
+    value = whole(value)
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
@@ -129,17 +149,19 @@ def string(*, low: int = 0, high: int | None = None) -> Reader:
     """A string of `low` to `high` characters, all of them Unicode scalar values (no lone surrogates)."""
 
     def read(name: str, value: object) -> str:
-        if not isinstance(value, str):
-            raise wrong_type(name, value, "a string")
-        if len(value) < low:
+        text = whole(value)
+        if not isinstance(text, str):
+            raise wrong_type(name, text, "a string")
+        if len(text) < low:
             raise BadRequest(f"{name}: must not be empty")
-        if high is not None and len(value) > high:
-            raise BadRequest(f"{name}: must be at most {high} characters, got {shown(value)}")
-        try:
-            value.encode()
-        except UnicodeEncodeError as exc:
-            raise BadRequest(f"{name}: is not valid Unicode at character {exc.start}") from None
-        return value
+        if high is not None and len(text) > high:
+            raise BadRequest(f"{name}: must be at most {high} characters, got {shown(text)}")
+        if value is text and not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as exc:
+                raise BadRequest(f"{name}: is not valid Unicode at character {exc.start}") from None
+        return text
 
     return read
 
@@ -163,6 +185,8 @@ def token_ids(*, low: int = 0, high: int | None = None) -> Reader:
 
     def read(name: str, value: object) -> tuple[int, ...]:
         items = _items(name, value, low=low, high=high, error=TooLarge)
+        if type(value) is Large:
+            return tuple(items)
         if items and (set(map(type, items)) != {int} or min(items) < 0 or max(items) > MAX_TOKEN_ID):
             one_by_one(name, items)  # raises, naming the first offender
         return tuple(items)
@@ -173,13 +197,14 @@ def token_ids(*, low: int = 0, high: int | None = None) -> Reader:
 def _items(
     name: str, value: object, *, low: int = 0, high: int | None = None, error: type[RequestError] = BadRequest
 ) -> Sequence[Any]:
-    if type(value) is not list and type(value) is not tuple:
-        raise wrong_type(name, value, "an array")
-    if len(value) < low:
+    items = whole(value)
+    if not isinstance(items, list | tuple):
+        raise wrong_type(name, items, "an array")
+    if len(items) < low:
         raise BadRequest(f"{name}: must not be empty")
-    if high is not None and len(value) > high:
-        raise error(f"{name}: must have at most {high} entries, got {len(value)}")
-    return value
+    if high is not None and len(items) > high:
+        raise error(f"{name}: must have at most {high} entries, got {len(items)}")
+    return items
 
 
 def identifier(max_bytes: int) -> Reader:
@@ -190,7 +215,7 @@ def identifier(max_bytes: int) -> Reader:
     def read(name: str, value: object) -> RequestId:
         if type(value) is int:
             return read_integer(name, value)  # type: ignore[no-any-return]
-        if type(value) is not str:
+        if type(whole(value)) is not str:
             raise wrong_type(name, value, "an integer or a string")
         text: str = read_string(name, value)
         if len(text.encode()) > max_bytes:
