@@ -5,6 +5,7 @@ A reader takes a field's name and its decoded value, and returns the value a mes
 in this process are read by the same readers. `frames` and `generate` have the tables of who reads what.
 """
 
+from array import array as array_of
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -36,7 +37,8 @@ class WireLimits:
         max_short_array: entries of an array; one that is longer, and begins with an integer, is a long one: it may hold
             nothing but token ids.
         max_id_bytes: a request id or nonce that is a string.
-        max_token_ids: entries of `token_ids` and of `resume_token_ids`, and of all long arrays of a message together.
+        max_token_ids: entries of `token_ids` and of `resume_token_ids`, and of all long arrays in a message. At
+            last they become objects, all at once, for which the event loop stands still for 15 ms.
         max_messages: turns in `messages`.
         max_tokens: the field of that name.
         max_stop, max_stop_chars, max_stop_token_ids: stop strings, characters of each, stop ids.
@@ -50,7 +52,7 @@ class WireLimits:
     max_entries: int = 8192
     max_short_array: int = 1024
     max_id_bytes: int = 64
-    max_token_ids: int = 1_000_000
+    max_token_ids: int = 500_000
     max_messages: int = 1024
     max_tokens: int = 1_000_000
     max_stop: int = 16
@@ -62,12 +64,23 @@ class WireLimits:
 
 @dataclass(frozen=True, slots=True)
 class Large:
-    """A value that was decoded in pieces, and checked piece by piece: valid Unicode, or token ids within bounds."""
+    """A value that was decoded in pieces, and checked piece by piece: valid Unicode, or token ids within bounds.
 
-    value: str | list[int]
+    Ids are packed here. As objects made piece by piece, with those of others in between, they would leave their memory
+    in fragments when they go.
+    """
+
+    value: "str | array_of[int]"
 
 
-def whole(value: object) -> object:
+class TokenIds(tuple[int, ...]):
+    """Token ids that were checked: whoever reads them again need not look at each."""
+
+
+_ARRAYS = (list, tuple, array_of, TokenIds)
+
+
+def whole(value: object) -> Any:
     """The value itself, however it was decoded."""
     return value.value if type(value) is Large else value
 
@@ -86,7 +99,7 @@ def shown(value: object) -> str:
         return digits if len(digits) <= _ECHOED_CHARS else f"{digits[:_ECHOED_CHARS]}…"
     if isinstance(value, Mapping):
         return "a map"
-    if type(value) is list or type(value) is tuple:
+    if type(value) in _ARRAYS:
         return f"an array of {len(value)}"
     if isinstance(value, bytes):
         return "binary data"
@@ -183,13 +196,14 @@ def token_ids(*, low: int = 0, high: int | None = None) -> Reader:
     """
     one_by_one = array(integer(0, MAX_TOKEN_ID))
 
-    def read(name: str, value: object) -> tuple[int, ...]:
+    def read(name: str, value: object) -> TokenIds:
         items = _items(name, value, low=low, high=high, error=TooLarge)
-        if type(value) is Large:
-            return tuple(items)
-        if items and (set(map(type, items)) != {int} or min(items) < 0 or max(items) > MAX_TOKEN_ID):
+        if type(items) is TokenIds:
+            return items
+        checked = not items or type(value) is Large
+        if not checked and (set(map(type, items)) != {int} or min(items) < 0 or max(items) > MAX_TOKEN_ID):
             one_by_one(name, items)  # raises, naming the first offender
-        return tuple(items)
+        return TokenIds(items)
 
     return read
 
@@ -198,7 +212,7 @@ def _items(
     name: str, value: object, *, low: int = 0, high: int | None = None, error: type[RequestError] = BadRequest
 ) -> Sequence[Any]:
     items = whole(value)
-    if not isinstance(items, list | tuple):
+    if type(items) not in _ARRAYS:
         raise wrong_type(name, items, "an array")
     if len(items) < low:
         raise BadRequest(f"{name}: must not be empty")

@@ -4,6 +4,7 @@ import codecs
 import itertools
 import json
 import re
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -165,7 +166,7 @@ class JsonWalk:
         """A long array: integers alone."""
         self._tally.ids(self._commas + 1)
         self._commas, self._array_at = 0, None
-        ids: list[int] = []
+        ids = array("i")
         at, end = begin, self._at - 1
         while at <= end:
             cut = end if end - at <= PIECE_BYTES else self._data.rfind(b",", at, at + PIECE_BYTES)
@@ -179,7 +180,7 @@ class JsonWalk:
             if not values:
                 raise Malformed("an entry is missing")
             self._tally.check_ids(values, len(ids))
-            ids += values
+            ids.extend(values)
             at = cut + 1
             yield
         self._cut(begin - 1, Large(ids))

@@ -4,6 +4,7 @@ https://github.com/msgpack/msgpack/blob/master/spec.md has the first bytes of ev
 """
 
 import codecs
+from array import array
 from collections.abc import Iterator
 
 import msgpack  # type: ignore[import-untyped]
@@ -159,7 +160,7 @@ class MsgpackWalk:
         """A long array: integers alone."""
         self._tally.ids(count)
         data = self._data
-        ids: list[int] = []
+        ids = array("i")
         while len(ids) < count:
             begin, piece = self._at, min(PIECE_ENTRIES, count - len(ids))
             at = begin
@@ -172,7 +173,7 @@ class MsgpackWalk:
             self._at = at
             values = msgpack.unpackb(b"\xdc" + piece.to_bytes(2, "big") + data[begin:at])
             self._tally.check_ids(values, len(ids))
-            ids += values
+            ids.extend(values)
             yield
         self._cut_large(start, Large(ids))
 
