@@ -11,6 +11,7 @@ import trio
 
 from wsbatch.config import ServerConfig
 from wsbatch.http import Answer, Head
+from wsbatch.memory import FreedMemory
 from wsbatch.metrics import EngineMetrics
 from wsbatch.session import Connection, Disconnected
 from wsbatch.transport import Transport
@@ -20,7 +21,7 @@ async def echo(connection: Connection) -> None:
     """Send back what comes, in kind, until the client is gone."""
     with suppress(Disconnected):
         while True:
-            await connection.send(await connection.receive())
+            await connection.send((await connection.receive()).data)
 
 
 def nothing_here(head: Head) -> Answer:
@@ -36,6 +37,7 @@ async def main(port: int) -> None:
         plain=nothing_here,
         refusal=lambda: None,
         metrics=EngineMetrics(),
+        memory=FreedMemory(),
     )
     async with trio.open_nursery() as nursery:
         serving = partial(trio.serve_tcp, transport.handle, port, host="127.0.0.1")

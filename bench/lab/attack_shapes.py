@@ -133,7 +133,7 @@ def _unfinished(opcode: int, payload: bytes, connections: int) -> Callable[[Atta
         for _ in range(connections):
             try:
                 sock = attacker.upgrade(subprotocol)
-                sock.settimeout(0.5)
+                sock.settimeout(0.2)
                 sock.sendall(frame(opcode, payload, final=False))
             except OSError:
                 pass
@@ -208,7 +208,8 @@ SHAPES = [
     Shape("msgpack: arrays in arrays", _message(MSGPACK, lambda: b"\xdd\0\x10\0\0" * 1_000)),
     Shape("msgpack: an array that is not there", _message(MSGPACK, lambda: b"\xdd\xff\xff\xff\xff" + bytes(1000))),
     Shape("msgpack: 1,000,000 ids", _message(MSGPACK, lambda: _packed(_ids(1_000_000)))),
-    Shape("msgpack: 1,000,000 ids, let in", _message(MSGPACK, lambda: _packed(_ids(1_000_000)), times=1), _LARGE),
+    Shape("msgpack: 500,000 ids", _message(MSGPACK, lambda: _packed(_ids(500_000)))),
+    Shape("msgpack: 500,000 ids, let in", _message(MSGPACK, lambda: _packed(_ids(500_000)), times=1), _LARGE),
     Shape("msgpack: ids to the limit", _message(MSGPACK, lambda: _packed(_ids(1_600_000)))),
     Shape("msgpack: one long text", _message(MSGPACK, lambda: _packed(_generate(prompt="x" * (MOST - 64))))),
     Shape("msgpack: one long text, CJK", _message(MSGPACK, lambda: _packed(_generate(prompt="漢" * (MOST // 3 - 64))))),
@@ -234,6 +235,7 @@ SHAPES = [
     Shape("json: empty arrays", _message(JSON, lambda: _filled(b"[],", head=_HOLD, tail=b"1]}"))),
     Shape("json: arrays in arrays", _message(JSON, lambda: _filled(b"["))),
     Shape("json: 1,000,000 ids", _message(JSON, lambda: json.dumps(_ids(1_000_000), separators=(",", ":")).encode())),
+    Shape("json: 500,000 ids", _message(JSON, lambda: json.dumps(_ids(500_000), separators=(",", ":")).encode())),
     Shape("json: one long text", _message(JSON, lambda: _text("x" * (MOST - 64)))),
     Shape("json: one long text and an emoji", _message(JSON, lambda: _text("😀" + "x" * (MOST - 64)))),
     Shape("json: one long text, escaped", _message(JSON, lambda: _text("\\u00e9" * (MOST // 6 - 64)))),
