@@ -192,6 +192,14 @@ class ServerConfig(Settings):
     max_connections: int = setting(1024, "open connections at most; more get 503 before the upgrade", least=1)
     max_live_requests: int = setting(64, "live requests on one connection at most", least=1)
     max_message_bytes: int = setting(8_388_608, "a client's message at most", least=1024, most=1_073_741_824)
+    max_input_bytes: int = setting(
+        67_108_864,
+        "messages over 16 KiB that arrive, or become requests, of all clients together at most; more wait to be read",
+        least=1024,
+    )
+    message_timeout_s: float = setting(
+        60.0, "a message over 16 KiB must be complete within this", least=0.01, most=3600
+    )
     max_head_bytes: int = setting(16_384, "an HTTP request head at most", least=1024, most=1_048_576)
     head_timeout_s: float = setting(10.0, "a request head must be complete within this", least=0.01, most=3600)
     ping_interval_s: float = setting(20.0, "silence after which the client is pinged", least=0.01, most=3600)
@@ -213,6 +221,11 @@ class ServerConfig(Settings):
         super().__post_init__()
         if (self.certfile is None) != (self.keyfile is None):
             raise ValueError("ServerConfig.certfile and ServerConfig.keyfile must be given together")
+        if self.max_input_bytes < self.max_message_bytes:
+            raise ValueError(
+                f"ServerConfig.max_input_bytes is {self.max_input_bytes}: must be at least max_message_bytes "
+                f"{self.max_message_bytes}"
+            )
         try:
             origins = clean_origins(self.allow_origins)
         except ValueError as error:

@@ -1,11 +1,12 @@
-"""The opening handshake of a WebSocket, judged before the library sees it: is it valid, and may this client come in?"""
+"""The opening handshake of a WebSocket: is it valid, and may this client come in?"""
 
 import base64
 import binascii
 import hmac
+from dataclasses import dataclass
 from urllib.parse import parse_qs
 
-import h11
+from wsproto.utilities import generate_accept_token
 
 from wsbatch.config import ServerConfig
 from wsbatch.errors import Unauthorized
@@ -17,27 +18,28 @@ from wsbatch.wire import SUBPROTOCOLS
 _MAX_HOST_BYTES = 300
 
 
-def accept_upgrade(head: Head, config: ServerConfig) -> tuple[str | None, bytes]:
-    """The subprotocol agreed on (None where none was offered) and a request head of our own making.
+@dataclass(frozen=True, slots=True)
+class Upgrade:
+    """A handshake that was accepted: the subprotocol agreed on (None where none was offered), the answer's headers."""
 
-    The WebSocket library is given that head: no byte of the client's but its checked key gets that far.
-    Raises HttpError (400, 403, 405, 426) and Unauthorized.
-    """
+    subprotocol: str | None
+    headers: tuple[tuple[str, str], ...]
+
+
+def accept_upgrade(head: Head, config: ServerConfig) -> Upgrade:
+    """Raises HttpError (400, 403, 405, 426) and Unauthorized."""
     key = _valid_key(head)
     _check_token(head, config.auth_token)
     _check_origin(head, config.allow_origins)
     subprotocol = _agree(head)
     headers = [
-        (b"Host", b"localhost"),
-        (b"Upgrade", b"websocket"),
-        (b"Connection", b"Upgrade"),
-        (b"Sec-WebSocket-Version", b"13"),
-        (b"Sec-WebSocket-Key", key),
+        ("Upgrade", "websocket"),
+        ("Connection", "Upgrade"),
+        ("Sec-WebSocket-Accept", generate_accept_token(key).decode()),
     ]
     if subprotocol is not None:
-        headers.append((b"Sec-WebSocket-Protocol", subprotocol.encode()))
-    request = h11.Request(method="GET", target="/", headers=headers)
-    return subprotocol, h11.Connection(h11.CLIENT).send(request) or b""
+        headers.append(("Sec-WebSocket-Protocol", subprotocol))
+    return Upgrade(subprotocol, tuple(headers))
 
 
 def probe_refusal(head: Head, config: ServerConfig) -> Unauthorized | None:
@@ -68,8 +70,7 @@ def readable_by(head: Head, config: ServerConfig) -> tuple[tuple[str, str], ...]
 def _valid_key(head: Head) -> bytes:
     """The handshake's key, once all of RFC 6455 section 4.2.1 holds.
 
-    `Host`, `Connection` and `Sec-WebSocket-*` must be ASCII and `Host` a name that IDNA can decode: the library
-    decodes them in a task that no handler surrounds, where an error would end the whole server.
+    `Host`, `Connection` and `Sec-WebSocket-*` must be ASCII and `Host` a name that IDNA can decode.
     """
     for name, value in head.headers:
         if name in (b"host", b"connection", b"upgrade") or name.startswith(b"sec-websocket-"):

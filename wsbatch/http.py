@@ -89,14 +89,19 @@ class Exchange:
             return None
         if self._received_bytes - len(self.rest) > self._max_head_bytes:
             raise HttpError(431, f"request head is over {self._max_head_bytes} bytes")
+        self._method = event.method
         if event.http_version not in (b"1.0", b"1.1"):
             raise HttpError(505, "HTTP/1.1 is spoken here")
-        self._method = event.method
         try:
             target = urlsplit(event.target.decode("ascii"))
         except ValueError:
             raise HttpError(400, "not a valid request target") from None
         return Head(event.method, target.path, target.query, event.http_version, tuple(event.headers))
+
+    def upgrade(self, headers: tuple[tuple[str, str], ...]) -> bytes:
+        """The bytes that answer an upgrade; what follows is the other protocol's."""
+        response = h11.InformationalResponse(status_code=101, reason="Switching Protocols", headers=list(headers))
+        return self._h11.send(response) or b""
 
     def answer(self, answer: Answer) -> bytes:
         """The bytes of the response. Nothing follows it."""

@@ -11,13 +11,15 @@ from math import inf
 import trio
 
 from wsbatch.config import ServerConfig
+from wsbatch.endings import RawStream
 from wsbatch.engine import Engine
 from wsbatch.errors import Draining, RequestError
 from wsbatch.handshake import probe_refusal, readable_by
 from wsbatch.http import Answer, Head, plain_answer
+from wsbatch.memory import FreedMemory
 from wsbatch.page import page_answer
 from wsbatch.session import Connection, Session
-from wsbatch.transport import RawStream, Transport
+from wsbatch.transport import Transport
 from wsbatch.wire import CODECS, SUBPROTOCOLS, WireLimits
 
 # What a server that is told to stop at once, or is cancelled, takes to tell its clients.
@@ -63,6 +65,7 @@ class Server:
         limits = WireLimits(max_message_bytes=config.max_message_bytes)
         self._codecs = {name: codec(limits) for name, codec in CODECS.items()}
         self._decoding = trio.Lock()
+        self._memory = FreedMemory()
         self._sessions: set[Session] = set()
         self._transport = Transport(
             config,
@@ -70,6 +73,7 @@ class Server:
             plain=self._plain,
             refusal=self.refusal,
             metrics=engine.metrics,
+            memory=self._memory,
             tls=tls,
         )
         self._scope = trio.CancelScope(shield=True)
@@ -95,6 +99,11 @@ class Server:
     def urls(self) -> list[str]:
         """The same for each of its addresses."""
         return [f"{'wss' if self._tls else 'ws'}://{_local(host)}:{port}" for host, port in self.addresses]
+
+    @property
+    def held_input_bytes(self) -> int:
+        """What clients' large messages take, arriving ones and those that are becoming requests."""
+        return self._transport.budget.used_bytes
 
     def refusal(self) -> RequestError | None:
         """Why a connection made now would be refused: draining, dead, or full. None where it would be let in."""
@@ -134,6 +143,7 @@ class Server:
                 outer.start_soon(self._shutdown_when_cancelled)
                 with self._scope:
                     async with trio.open_nursery() as nursery:
+                        nursery.start_soon(self._memory.run)
                         await nursery.start(partial(trio.serve_listeners, self._transport.handle, list(listeners)))
                         task_status.started(self)
                         await self._until_stopped()

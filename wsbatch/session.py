@@ -1,7 +1,9 @@
 """One connection: a reader that never stops reading, and a single writer that merges what it could not yet send."""
 
+import sys
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
@@ -12,6 +14,7 @@ from wsbatch.batching.fairness import Client
 from wsbatch.config import ServerConfig
 from wsbatch.engine import Engine
 from wsbatch.errors import BadRequest, DuplicateId, QuotaExceeded, RequestError
+from wsbatch.input_budget import Share
 from wsbatch.messages import (
     Cancel,
     ClientMessage,
@@ -41,6 +44,19 @@ class Disconnected(Exception):
     """The connection has ended, whoever ended it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message: `bytes` of a binary one, `Text` or `str` of a text one; and its share of the memory for large ones."""
+
+    data: bytes | str
+    share: Share | None = None
+
+    def release(self) -> None:
+        """It is not held any more."""
+        if self.share is not None:
+            self.share.release()
+
+
 class Connection(Protocol):
     """What a session needs of a transport. One task receives, one sends."""
 
@@ -49,7 +65,7 @@ class Connection(Protocol):
         """The one agreed on; None where the client offered none."""
         ...
 
-    async def receive(self) -> bytes | str:
+    async def receive(self) -> Received:
         """Wait for the next message. Raises Disconnected."""
         ...
 
@@ -168,33 +184,38 @@ class Session:
         """Until the connection ends. Also when nothing is acted on any more: unread data would hide its end."""
         while True:
             try:
-                data = await self._connection.receive()
+                received = await self._connection.receive()
             except Disconnected:
                 return
-            if self._deaf:
-                continue
             try:
-                message = await self._decode(data)
+                message = None if self._deaf else await self._decode(received.data)
             except DecodeError as problem:
+                message = None
                 self._undecodable(problem)
+            if isinstance(message, GenerateRequest):
+                self._generate(message, received, nursery)
                 continue
-            match message:
-                case GenerateRequest():
-                    self._generate(message, nursery)
-                case Cancel(id=id):
-                    if id in self._live:
-                        self._live[id].cancel()
-                case Ping(nonce=nonce):
-                    self._answer(Pong(nonce))
-                case GetStatus():
-                    self._tells_starts = True
-                    self._answer(self._engine.status())
-                case Watch() if self._config.allow_watch:
-                    self._watching.start(nursery)
-                case Watch():
-                    self._refuse(None, BadRequest("watch: this server does not let its batch be watched (allow_watch)"))
-                case Unwatch():
-                    self._watching.stop()
+            received.release()
+            if message is not None:
+                self._act(message, nursery)
+
+    def _act(self, message: ClientMessage, nursery: trio.Nursery) -> None:
+        """What is answered at once."""
+        match message:
+            case Cancel(id=id):
+                if id in self._live:
+                    self._live[id].cancel()
+            case Ping(nonce=nonce):
+                self._answer(Pong(nonce))
+            case GetStatus():
+                self._tells_starts = True
+                self._answer(self._engine.status())
+            case Watch() if self._config.allow_watch:
+                self._watching.start(nursery)
+            case Watch():
+                self._refuse(None, BadRequest("watch: this server does not let its batch be watched (allow_watch)"))
+            case Unwatch():
+                self._watching.stop()
 
     async def _decode(self, data: bytes | str) -> ClientMessage:
         steps = self._codec.decoding(data)
@@ -217,7 +238,7 @@ class Session:
         if problem.fatal:
             self.end(error.close_code, error.message, within_s=self._config.close_timeout_s)
 
-    def _generate(self, request: GenerateRequest, nursery: trio.Nursery) -> None:
+    def _generate(self, request: GenerateRequest, received: Received, nursery: trio.Nursery) -> None:
         if request.id in self._live:
             self._refuse(request.id, DuplicateId(f"id {request.id!r} is live on this connection"))
         elif len(self._live) >= (most := self._config.max_live_requests):
@@ -225,9 +246,13 @@ class Session:
         else:
             live = self._live[request.id] = _Live()
             # In a task: a long prompt is tokenised meanwhile, and its cancel or the disconnect must be seen.
-            nursery.start_soon(self._submit, request, live)
+            if received.share is not None:
+                received.share.resize(_held_bytes(request))
+            nursery.start_soon(self._submit, request, live, received)
+            return
+        received.release()
 
-    async def _submit(self, request: GenerateRequest, live: _Live) -> None:
+    async def _submit(self, request: GenerateRequest, live: _Live, received: Received) -> None:
         try:
             live.stream = await self._engine.submit(request, client=Client(connection=self), on_event=self._on_event)
         except RequestError as error:
@@ -237,6 +262,8 @@ class Session:
             live.stream.tell_start = self._tells_starts
             if live.cancelled:
                 live.stream.cancel()
+        finally:
+            received.release()
 
     def _on_event(self, stream: Stream) -> None:
         self._ready[stream] = None
@@ -327,6 +354,13 @@ class Session:
             revision=info.revision,
             dtype=info.dtype,
         )
+
+
+def _held_bytes(request: GenerateRequest) -> int:
+    """What its prompt takes, about: of an id, the pointer and the integer."""
+    texts = [request.prompt or "", *(message.content for message in request.messages or ())]
+    ids = len(request.token_ids or ()) + len(request.resume_token_ids)
+    return sum(map(sys.getsizeof, texts)) + 36 * ids
 
 
 def _failed(id: RequestId | None, error: RequestError) -> Failed:

@@ -1,10 +1,10 @@
-"""The transport against slow, silent, dead and hostile clients, in virtual time and in memory.
-
-The numbers in comments are the findings about the WebSocket library in docs/operations.md.
-"""
+"""The transport against slow, silent, dead and hostile clients, in virtual time and in memory."""
 
 import errno
+import gc
 import logging
+import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -12,20 +12,22 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-import trio_websocket
+import wsproto.connection
 from wsproto.events import BytesMessage, Ping, Pong
 
 from wsbatch.config import ServerConfig
 from wsbatch.errors import QueueFull, RequestError
 from wsbatch.http import Answer
+from wsbatch.memory import FreedMemory
 from wsbatch.messages import GenerateRequest, Hello
 from wsbatch.metrics import EngineMetrics
 from wsbatch.server import Server
-from wsbatch.session import Connection, Disconnected
+from wsbatch.session import Connection, Disconnected, Received
 from wsbatch.testing.clients import BareClient, Closed, Rejected
 from wsbatch.testing.engines import ScriptedEngine
 from wsbatch.testing.streams import MemoryListener, MemoryStream
 from wsbatch.transport import Transport
+from wsbatch.websocket import WebSocket
 from wsbatch.wire import MsgpackCodec
 
 Clock = trio.testing.MockClock
@@ -40,7 +42,7 @@ UPGRADE = (
 async def echo(connection: Connection) -> None:
     with suppress(Disconnected):
         while True:
-            await connection.send(await connection.receive())
+            await connection.send((await connection.receive()).data)
 
 
 class Fixture:
@@ -56,6 +58,7 @@ class Fixture:
             plain=lambda head: Answer(200, b"plain " + head.path.encode()),
             refusal=lambda: self.refusal or self.transport.full(),
             metrics=self.metrics,
+            memory=FreedMemory(),
         )
 
     async def run(self) -> None:
@@ -69,6 +72,14 @@ class Fixture:
     @property
     def open_connections(self) -> int:
         return int(repr(self.transport).split()[1])
+
+    @property
+    def websockets(self) -> int:
+        return int(repr(self.transport).split()[3])
+
+    @property
+    def held_bytes(self) -> int:
+        return self.transport.budget.used_bytes
 
     def refused(self, code: str) -> float:
         return self.metrics.registry.get_sample_value("wsbatch_requests_refused_total", {"code": code}) or 0.0
@@ -91,6 +102,11 @@ async def read_all(stream: MemoryStream) -> bytes:
     return data
 
 
+async def until_closed(client: BareClient) -> None:
+    while True:
+        await client.receive()
+
+
 async def ask(fixture: Fixture, request: bytes) -> bytes:
     stream = await fixture.listener.connect()
     await stream.send_all(request)
@@ -105,7 +121,7 @@ async def test_a_websocket_echoes(autojump_clock: Clock) -> None:
         assert event.data == b"hello"
 
 
-async def test_plain_http_is_answered_and_leaves_no_task(autojump_clock: Clock) -> None:  # (3)
+async def test_plain_http_is_answered_and_leaves_no_task(autojump_clock: Clock) -> None:
     async with transport() as fixture:
         stream = await fixture.listener.connect()
         await stream.send_all(b"GET /livez HTTP/1.1\r\nHost: test\r\n\r\n")
@@ -184,9 +200,9 @@ async def test_frames_sent_along_with_the_head_are_not_lost(autojump_clock: Cloc
 
 async def test_a_session_that_raises_ends_its_connection_only(
     autojump_clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:  # (1)
+) -> None:
     async def session(connection: Connection) -> None:
-        if await connection.receive() == b"poison":
+        if (await connection.receive()).data == b"poison":
             raise RuntimeError("a bug")
         await echo(connection)
 
@@ -206,19 +222,22 @@ async def test_a_session_that_raises_ends_its_connection_only(
 
 async def test_an_error_in_the_library_ends_its_connection_only(
     autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:  # (1) and (2), behind the guard
-    original = trio_websocket.WebSocketConnection._reader_task
+) -> None:
+    original = wsproto.connection.Connection.events
     broken: list[bool] = [True]
 
-    async def reader_task(self: Any) -> None:
-        if broken and broken.pop():
-            raise UnicodeDecodeError("ascii", b"\xff", 0, 1, "as a header would")
-        await original(self)
+    def events(self: Any) -> Any:
+        if self.client or not broken:
+            return original(self)
+        broken.pop()
+        raise UnicodeDecodeError("ascii", b"\xff", 0, 1, "as a frame might")
 
-    monkeypatch.setattr(trio_websocket.WebSocketConnection, "_reader_task", reader_task)
+    monkeypatch.setattr(wsproto.connection.Connection, "events", events)
     async with transport() as fixture:
-        with pytest.raises(Closed):
-            await fixture.open()
+        client = await fixture.open()
+        with pytest.raises(Closed) as closed:
+            await client.receive()
+        assert closed.value.code == 1011
         assert "UnicodeDecodeError" in caplog.text
         assert fixture.refused("internal_error") == 1
         client = await fixture.open()
@@ -241,7 +260,7 @@ HOSTILE_HEADERS = [
 @pytest.mark.parametrize(("good", "bad"), HOSTILE_HEADERS, ids=lambda part: part[:40])
 async def test_headers_that_would_crash_the_library_are_refused(
     autojump_clock: Clock, caplog: pytest.LogCaptureFixture, good: bytes, bad: bytes
-) -> None:  # (2)
+) -> None:
     async with transport() as fixture:
         neighbour = await fixture.open()
         assert good in UPGRADE
@@ -252,30 +271,15 @@ async def test_headers_that_would_crash_the_library_are_refused(
         assert (await neighbour.next_event()).data == b"alive"
 
 
-async def test_the_library_never_sees_the_clients_head(
-    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:  # (2)
-    seen: list[Any] = []
-    original = trio_websocket.WebSocketConnection._handle_request_event
-
-    async def handle(self: Any, event: Any) -> None:
-        seen.append(event)
-        await original(self, event)
-
-    monkeypatch.setattr(trio_websocket.WebSocketConnection, "_handle_request_event", handle)
+async def test_what_else_a_head_has_goes_nowhere(autojump_clock: Clock) -> None:
     async with transport() as fixture:
         extra = b'\r\nX-Odd: \xff\xfe\r\nSec-WebSocket-Extensions: permessage-deflate; x="a,b"\r\nCookie: a=1\r\n\r\n'
         stream = await fixture.listener.connect()
         await stream.send_all(UPGRADE.replace(b"GET /", b"GET /any?token=secret").replace(b"\r\n\r\n", extra))
-        assert (await stream.receive_some()).startswith(b"HTTP/1.1 101 ")
-        (event,) = seen
-        assert (event.host, event.target, event.extensions, event.subprotocols) == ("localhost", "/", [], [])
-        assert {name for name, _ in event.extra_headers} == {
-            b"upgrade",
-            b"connection",
-            b"sec-websocket-key",
-            b"sec-websocket-version",
-        }
+        assert await stream.receive_some() == (
+            b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Accept: ICX+Yqv66kxgM0FcWaLWlFLwTAI=\r\n\r\n"
+        )
 
 
 @pytest.mark.parametrize(
@@ -424,7 +428,7 @@ async def test_a_full_server_refuses_before_the_upgrade(autojump_clock: Clock) -
         assert fixture.refused("queue_full") == 1
 
 
-async def test_a_dead_peer_is_dropped(autojump_clock: Clock) -> None:  # (7)
+async def test_a_dead_peer_is_dropped(autojump_clock: Clock) -> None:
     async with transport(ping_interval_s=20.0, ping_timeout_s=15.0) as fixture:
         client = await fixture.open()  # neither reads nor writes from now on
         await trio.sleep(34.9)
@@ -436,7 +440,7 @@ async def test_a_dead_peer_is_dropped(autojump_clock: Clock) -> None:  # (7)
         assert client.pings == 1
 
 
-async def test_a_dead_peer_is_dropped_with_a_full_pipe(autojump_clock: Clock) -> None:  # (7), (8)
+async def test_a_dead_peer_is_dropped_with_a_full_pipe(autojump_clock: Clock) -> None:
     async def talk(connection: Connection) -> None:
         await connection.send(b"x" * 100_000)
 
@@ -492,7 +496,7 @@ async def test_a_busy_client_is_not_pinged(autojump_clock: Clock) -> None:
             await trio.sleep(10)
 
 
-async def test_a_silent_client_does_not_hold_the_close(autojump_clock: Clock) -> None:  # (5)
+async def test_a_silent_client_does_not_hold_the_close(autojump_clock: Clock) -> None:
     async def session(connection: Connection) -> None:
         await connection.close(1001, "bye")
 
@@ -507,7 +511,7 @@ async def test_a_silent_client_does_not_hold_the_close(autojump_clock: Clock) ->
         assert closed.value.code == 1001
 
 
-async def test_a_blocked_writer_does_not_hold_the_close(autojump_clock: Clock) -> None:  # (5)
+async def test_a_blocked_writer_does_not_hold_the_close(autojump_clock: Clock) -> None:
     async def session(connection: Connection) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(connection.send, b"x" * 100_000)
@@ -521,7 +525,7 @@ async def test_a_blocked_writer_does_not_hold_the_close(autojump_clock: Clock) -
         assert fixture.open_connections == 0
 
 
-async def test_nothing_is_written_after_a_write_that_was_cut_short(autojump_clock: Clock) -> None:  # (4)
+async def test_nothing_is_written_after_a_write_that_was_cut_short(autojump_clock: Clock) -> None:
     async def session(connection: Connection) -> None:
         with trio.move_on_after(1):
             await connection.send(b"a" * 1000)
@@ -551,18 +555,216 @@ async def test_a_message_over_the_limit_is_told_1009(autojump_clock: Clock) -> N
         assert fixture.refused("too_large") == 1
 
 
-async def test_empty_fragments_without_end_are_cut_off(autojump_clock: Clock) -> None:
-    async with transport() as fixture:
+EMPTY = b"\x00\x80\0\0\0\0"
+FLOODS = {
+    "empty fragments": (b"\x02\x80\0\0\0\0", EMPTY, 16_384, "fragments"),
+    "messages that end": (b"", b"\x02\x80\0\0\0\0" + EMPTY * 10 + b"\x80\x80\0\0\0\0", 16_384, "fragments"),
+    "pongs": (b"", b"\x8a\x80\0\0\0\0", 256, "pings and pongs"),
+    "pings": (b"", b"\x89\x81\0\0\0\0x", 256, "pings and pongs"),
+}
+
+
+async def swallow(connection: Connection) -> None:
+    with suppress(Disconnected):
+        while True:
+            await connection.receive()
+
+
+@pytest.mark.parametrize(("first", "piece", "most", "kind"), FLOODS.values(), ids=FLOODS.keys())
+async def test_frames_that_carry_nothing_are_bounded_in_time(
+    autojump_clock: Clock, first: bytes, piece: bytes, most: int, kind: str
+) -> None:
+    async with transport(swallow) as fixture:
         client = await fixture.open()
-        sent = 0
-        with suppress(trio.BrokenResourceError):
-            while sent < 1_000_000:
-                await client.stream.send_all(b"\x00\x80\0\0\0\0" * 1000 if sent else b"\x02\x80\0\0\0\0")
-                sent += 1000
-        assert sent < 100_000
-        await trio.testing.wait_all_tasks_blocked()
+        await client.stream.send_all(first)
+        for _ in range(3):  # as many as are allowed, window after window
+            await trio.sleep(11)
+            await client.stream.send_all(piece * (most // (11 if len(piece) > 50 else 1) - 1))
+        await trio.sleep(1)
+        assert fixture.open_connections == 1
+        with trio.move_on_after(5), suppress(trio.BrokenResourceError):  # it is closed, and read away for a while
+            await client.stream.send_all(piece * 2 * most)
+        with pytest.raises(Closed) as closed:
+            await until_closed(client)
+        assert (closed.value.code, kind in str(closed.value.reason)) == (1008, True)
+        await trio.sleep(5)
         assert fixture.open_connections == 0
         assert fixture.refused("internal_error") == 0
+
+
+async def test_others_have_their_turn_among_many_frames(autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = 0
+    handled: Counter[int] = Counter()
+    original = WebSocket._handle
+
+    async def handle(self: WebSocket, event: Any) -> Any:
+        handled[turn] += 1
+        return await original(self, event)
+
+    async def take_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await trio.lowlevel.checkpoint()
+
+    monkeypatch.setattr(WebSocket, "_handle", handle)
+    small = b"\x82\x81\0\0\0\0x"
+    async with transport(swallow) as fixture, trio.open_nursery() as nursery:
+        clients = [await fixture.open() for _ in range(2)]
+        nursery.start_soon(take_turns)
+        await clients[0].stream.send_all(b"\x02\x80\0\0\0\0" + EMPTY * 5000)
+        await clients[1].stream.send_all(small * 5000)
+        while handled.total() < 10_000:
+            await trio.lowlevel.checkpoint()
+        assert max(handled.values()) <= 4 * 32
+        nursery.cancel_scope.cancel()
+
+
+async def test_pings_do_not_wait_for_what_is_sent(autojump_clock: Clock) -> None:
+    got: list[Received] = []
+
+    async def session(connection: Connection) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(connection.send, b"x" * 100_000)  # its client does not read
+            got.extend([await connection.receive() for _ in range(2)])
+            nursery.cancel_scope.cancel()
+
+    async with transport(session) as fixture:
+        client = await fixture.open()
+        for _ in range(100):
+            await client.send_event(Ping(payload=b"x"))
+        await client.send_event(BytesMessage(data=b"one"))
+        await client.send_event(BytesMessage(data=b"two"))
+        await trio.testing.wait_all_tasks_blocked()
+        assert [received.data for received in got] == [b"one", b"two"]
+
+
+def begun(size: int, *, whole: int | None = None) -> bytes:
+    """So many bytes of a message, which has more."""
+    return b"\x82\xff" + (whole or size + 1).to_bytes(8, "big") + bytes(4 + size)
+
+
+LARGE: dict[str, Any] = {"max_message_bytes": 200_000, "max_input_bytes": 400_000, "capacity_bytes": 2_000_000}
+
+
+async def test_unfinished_messages_share_one_budget(autojump_clock: Clock) -> None:
+    async with transport(swallow, **LARGE) as fixture:
+        clients = [await fixture.open() for _ in range(50)]
+        for client in clients:
+            await client.stream.send_all(begun(199_999))
+        await trio.testing.wait_all_tasks_blocked()
+        assert fixture.held_bytes <= 600_000
+        small = await fixture.open()
+        with trio.fail_after(1):  # what is not large does not wait
+            await small.stream.send_all(begun(10_000)[:-1] + b"xx")
+            await trio.testing.wait_all_tasks_blocked()
+        for client in clients:
+            await client.stream.aclose()
+        await trio.testing.wait_all_tasks_blocked()
+        assert fixture.held_bytes == 0
+
+
+async def test_a_large_message_waits_for_room_and_comes_whole(autojump_clock: Clock) -> None:
+    got: list[int] = []
+
+    async def session(connection: Connection) -> None:
+        with suppress(Disconnected):
+            while True:
+                received = await connection.receive()
+                await trio.sleep(2)  # to become a request
+                got.append(len(received.data))
+                received.release()
+
+    async with transport(session, **LARGE) as fixture:
+        clients = [await fixture.open() for _ in range(20)]
+        for client in clients:
+            await client.stream.send_all(begun(150_000, whole=150_000))
+        await trio.sleep(100)
+        assert got == [150_000] * 20
+        assert fixture.held_bytes == 0
+
+
+async def test_who_sends_slowly_gives_way_to_who_waits(autojump_clock: Clock) -> None:
+    async with transport(swallow, **LARGE | {"max_input_bytes": 700_000}) as fixture:
+        silent = [await fixture.open() for _ in range(4)]
+        for client in silent:
+            await client.stream.send_all(begun(100_000, whole=150_000))
+        await trio.sleep(30)  # nobody waits
+        assert fixture.open_connections == 4
+        honest = await fixture.open()
+        await honest.stream.send_all(begun(150_000, whole=150_000))
+        await trio.sleep(1)
+        with pytest.raises(Closed) as closed:
+            await silent[0].receive()
+        assert closed.value.code == 1013
+        await trio.sleep(4)
+        assert fixture.websockets == 4  # no more than one was in the way
+        assert fixture.refused("queue_full") == 1
+
+
+async def test_a_large_message_must_be_complete_in_time(autojump_clock: Clock) -> None:
+    async with transport(swallow, **LARGE, message_timeout_s=60.0, ping_interval_s=3600.0) as fixture:
+        client = await fixture.open()
+        await client.stream.send_all(begun(20_000, whole=150_000))
+        for _ in range(59):
+            await trio.sleep(1)
+            await client.stream.send_all(b"x")
+        assert fixture.open_connections == 1
+        await trio.sleep(2)
+        with pytest.raises(Closed) as closed:
+            await client.receive()
+        assert (closed.value.code, "60 s" in str(closed.value.reason)) == (1008, True)
+
+
+@pytest.mark.parametrize("refuse", [False, True])
+async def test_a_large_prompt_is_held_until_it_is_a_request(autojump_clock: Clock, refuse: bool) -> None:
+    engine = ScriptedEngine(submit_s=5.0)
+    server = Server(engine, ServerConfig(), addresses=[("127.0.0.1", 1)])
+    listener = MemoryListener()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.run, [listener])
+        client = BareClient(await listener.connect())
+        await client.open()
+        engine.refuse = QueueFull("full") if refuse else None
+        await client.send(GenerateRequest(id=1, prompt="😀" + "x" * 99_999))
+        await trio.sleep(1)
+        assert server.held_input_bytes > 400_000  # as text, not as it came
+        await trio.sleep(5)
+        assert server.held_input_bytes == 0
+        await client.send(GenerateRequest(id=2, prompt="x" * 100_000))
+        await trio.sleep(1)
+        assert server.held_input_bytes > 0
+        await client.stream.aclose()
+        await trio.testing.wait_all_tasks_blocked()
+        assert server.held_input_bytes == 0
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_connection_that_ends_leaves_no_garbage(autojump_clock: Clock) -> None:
+    kept: list[weakref.ref[Any]] = []
+    original = WebSocket.__init__
+
+    def init(self: WebSocket, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        kept.extend([weakref.ref(self), weakref.ref(self._protocol._proto._frame_decoder)])
+
+    async with transport(swallow, **LARGE) as fixture:
+        gc.collect()
+        gc.disable()
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(WebSocket, "__init__", init)
+                for last in (begun(100_000), EMPTY * 20_000, b"\x88\x80\0\0\0\0", b"\xff\xff"):
+                    client = await fixture.open()
+                    await client.stream.send_all(last)
+                    await trio.testing.wait_all_tasks_blocked()
+                    await client.stream.aclose()
+                    await trio.sleep(10)
+            assert fixture.open_connections == 0
+            assert len(kept) == 8
+            assert [ref() for ref in kept if ref() is not None] == []
+        finally:
+            gc.enable()
 
 
 async def test_a_client_that_never_stops_sending_is_dropped(autojump_clock: Clock) -> None:

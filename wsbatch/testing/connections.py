@@ -3,7 +3,7 @@
 import trio
 
 from wsbatch.messages import ClientMessage, ServerMessage
-from wsbatch.session import Disconnected
+from wsbatch.session import Disconnected, Received
 from wsbatch.wire import MSGPACK, Codec
 
 
@@ -53,10 +53,10 @@ class MemoryConnection:
         """Vanish."""
         self._send.close()
 
-    async def receive(self) -> bytes | str:
+    async def receive(self) -> Received:
         """See `session.Connection`."""
         try:
-            return await self._receive.receive()
+            return Received(await self._receive.receive())
         except (trio.EndOfChannel, trio.ClosedResourceError):
             raise Disconnected from None
 

@@ -99,7 +99,7 @@ def shown(value: object) -> str:
         return digits if len(digits) <= _ECHOED_CHARS else f"{digits[:_ECHOED_CHARS]}…"
     if isinstance(value, Mapping):
         return "a map"
-    if type(value) in _ARRAYS:
+    if isinstance(value, _ARRAYS) and type(value) in _ARRAYS:
         return f"an array of {len(value)}"
     if isinstance(value, bytes):
         return "binary data"
@@ -211,7 +211,7 @@ def token_ids(*, low: int = 0, high: int | None = None) -> Reader:
 def _items(
     name: str, value: object, *, low: int = 0, high: int | None = None, error: type[RequestError] = BadRequest
 ) -> Sequence[Any]:
-    items = whole(value)
+    items: Sequence[Any] = whole(value)
     if type(items) not in _ARRAYS:
         raise wrong_type(name, items, "an array")
     if len(items) < low:
