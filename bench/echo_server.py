@@ -10,10 +10,10 @@ from functools import partial
 import trio
 
 from wsbatch.config import ServerConfig
+from wsbatch.connection import Connection, Disconnected
 from wsbatch.http import Answer, Head
 from wsbatch.memory import FreedMemory
 from wsbatch.metrics import EngineMetrics
-from wsbatch.session import Connection, Disconnected
 from wsbatch.transport import Transport
 
 

@@ -29,6 +29,7 @@ ROWS: list[set[str]] = [
         "opening",
         "watching",
         "input_budget",
+        "connection",
     },
     {"session", "pool"},
     {"transport", "websocket", "http", "handshake", "page", "frame_rate", "endings"},

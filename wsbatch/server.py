@@ -11,6 +11,7 @@ from math import inf
 import trio
 
 from wsbatch.config import ServerConfig
+from wsbatch.connection import Connection
 from wsbatch.endings import RawStream
 from wsbatch.engine import Engine
 from wsbatch.errors import Draining, RequestError
@@ -18,7 +19,7 @@ from wsbatch.handshake import probe_refusal, readable_by
 from wsbatch.http import Answer, Head, plain_answer
 from wsbatch.memory import FreedMemory
 from wsbatch.page import page_answer
-from wsbatch.session import Connection, Session
+from wsbatch.session import Session
 from wsbatch.transport import Transport
 from wsbatch.wire import CODECS, SUBPROTOCOLS, WireLimits
 

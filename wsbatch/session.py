@@ -3,18 +3,16 @@
 import sys
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 from math import inf
-from typing import Protocol
 
 import trio
 
 from wsbatch import __version__
 from wsbatch.batching.fairness import Client
 from wsbatch.config import ServerConfig
+from wsbatch.connection import Connection, Disconnected, Received
 from wsbatch.engine import Engine
 from wsbatch.errors import BadRequest, DuplicateId, QuotaExceeded, RequestError
-from wsbatch.input_budget import Share
 from wsbatch.messages import (
     Cancel,
     ClientMessage,
@@ -38,48 +36,6 @@ from wsbatch.wire import PROTOCOL_VERSION, Codec, DecodeError
 
 # Answers (errors, pongs) that a client may leave unread before it is taken for a flood.
 MAX_BACKLOG = 1024
-
-
-class Disconnected(Exception):
-    """The connection has ended, whoever ended it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """A message: `bytes` of a binary one, `Text` or `str` of a text one; and its share of the memory for large ones."""
-
-    data: bytes | str
-    share: Share | None = None
-
-    def release(self) -> None:
-        """It is not held any more."""
-        if self.share is not None:
-            self.share.release()
-
-
-class Connection(Protocol):
-    """What a session needs of a transport. One task receives, one sends."""
-
-    @property
-    def subprotocol(self) -> str | None:
-        """The one agreed on; None where the client offered none."""
-        ...
-
-    async def receive(self) -> Received:
-        """Wait for the next message. Raises Disconnected."""
-        ...
-
-    async def send(self, message: bytes | str) -> None:
-        """Write one message. Raises Disconnected. Cancelled, it leaves a connection that can only be aborted."""
-        ...
-
-    async def close(self, code: int, reason: str) -> None:
-        """Do the closing handshake, within the transport's own bound; abort where it takes longer. Never raises."""
-        ...
-
-    async def abort(self) -> None:
-        """Reset the connection now, whatever is unsent. Never raises."""
-        ...
 
 
 class _Live:
@@ -333,8 +289,16 @@ class Session:
                 await trio.sleep(early_s)
 
     async def _send(self, message: ServerMessage) -> None:
+        pieces = self._codec.encoding(message)
+        piece = next(pieces)
+        for following in pieces:
+            await self._send_piece(piece, last=False)
+            piece = following
+        await self._send_piece(piece, last=True)
+
+    async def _send_piece(self, piece: bytes | str, *, last: bool) -> None:
         self._writing.deadline = min(trio.current_time() + self._config.send_timeout_s, self._end_by)
-        await self._connection.send(self._codec.encode_server(message))
+        await self._connection.send(piece, last=last)
 
     def _hello(self) -> Hello:
         info = self._engine.info

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import trio
 
 from wsbatch.config import ServerConfig
+from wsbatch.connection import Connection, Disconnected
 from wsbatch.endings import RawStream, linger, reset
 from wsbatch.errors import QueueFull, RequestError, TooLarge
 from wsbatch.handshake import Upgrade, accept_upgrade
@@ -19,7 +20,6 @@ from wsbatch.http import Answer, Exchange, Head, HttpError, refused
 from wsbatch.input_budget import InputBudget
 from wsbatch.memory import FreedMemory, Tide
 from wsbatch.metrics import EngineMetrics
-from wsbatch.session import Connection, Disconnected
 from wsbatch.websocket import WebSocket
 
 LOG = logging.getLogger("wsbatch.transport")

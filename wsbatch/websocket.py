@@ -12,10 +12,10 @@ from wsproto.events import BytesMessage, CloseConnection, Event, Ping, Pong, Tex
 from wsproto.utilities import LocalProtocolError
 
 from wsbatch.config import ServerConfig
+from wsbatch.connection import Disconnected, Received
 from wsbatch.endings import RawStream, reset
 from wsbatch.frame_rate import FrameRate, TooManyFrames
 from wsbatch.input_budget import InputBudget, Share
-from wsbatch.session import Disconnected, Received
 from wsbatch.watchdog import SUSPENDED_S
 from wsbatch.wire import Text
 
@@ -39,7 +39,7 @@ class _Refused(Exception):
 
 
 class WebSocket:
-    """Implements `session.Connection`. Whoever makes one calls `end` when it is over.
+    """Implements `connection.Connection`. Whoever makes one calls `end` when it is over.
 
     Args:
         stream: carries frames from now on.
@@ -85,7 +85,7 @@ class WebSocket:
         self._reads = 0
 
     async def receive(self) -> Received:
-        """See `session.Connection`."""
+        """See `connection.Connection`."""
         async with self._receiving:
             try:
                 while not self._ended:
@@ -101,21 +101,24 @@ class WebSocket:
             self._ended = True
             raise Disconnected
 
-    async def send(self, message: bytes | str) -> None:
-        """See `session.Connection`."""
+    async def send(self, message: bytes | str, *, last: bool = True) -> None:
+        """See `connection.Connection`."""
         if isinstance(message, Text):
             message = message.decode()
-        await self._send(TextMessage(data=message) if isinstance(message, str) else BytesMessage(data=message))
+        if isinstance(message, str):
+            await self._send(TextMessage(data=message, message_finished=last))
+        else:
+            await self._send(BytesMessage(data=message, message_finished=last))
 
     async def close(self, code: int, reason: str) -> None:
-        """See `session.Connection`."""
+        """See `connection.Connection`."""
         with trio.move_on_after(self._config.close_timeout_s), suppress(Disconnected):
             await self._send(CloseConnection(code=code, reason=reason))
             while True:  # until the client has answered; whoever is receiving is given no more messages
                 await self.receive()
 
     async def abort(self) -> None:
-        """See `session.Connection`."""
+        """See `connection.Connection`."""
         await reset(self._raw)
 
     async def keep_alive(self) -> None:

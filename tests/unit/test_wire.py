@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -480,6 +481,25 @@ def test_a_large_answer_is_not_bounded_for_the_client() -> None:
     assert isinstance(decoded, Tokens)
     assert decoded.logprobs is not None
     assert len(decoded.logprobs) == 10_000
+
+
+@CODEC_PAIR
+def test_a_long_answer_is_encoded_in_pieces(codec: Codec) -> None:
+    entry = (-0.5, tuple((token_id, -math.inf) for token_id in range(20)))
+    usage, timing, batch = Usage(1, 8000), Timing(1.0, 2.0, 3.0, 4.0), BatchReport(1, 1.0, 1, 1, 0.0)
+    finished = Finished("a", "length", "x" * 8000, usage, timing, batch, tuple(range(8000)), (entry,) * 8000)
+    pieces = list(codec.encoding(finished))
+    assert len(pieces) > 30
+    assert max(map(len, pieces)) < 128 * 1024
+    whole = codec.encode_server(finished)
+    assert whole == pieces[0][:0].join(pieces)  # type: ignore[arg-type]
+    decoded = codec.decode_server(whole)
+    floored = (-0.5, tuple((token_id, -9999.0) for token_id in range(20)))
+    assert decoded == replace(finished, logprobs=(floored,) * 8000)
+    naive = {"type": "tokens", "id": 1, "index": 0, "token_ids": list(range(9000)), "text": ""}
+    tokens = codec.encode_server(Tokens(1, 0, tuple(range(9000)), ""))
+    assert tokens == (msgpack.packb(naive) if codec is MSGPACK else json.dumps(naive, separators=(",", ":")))
+    assert list(codec.encoding(Tokens(1, 0, (1, 2), "ab"))) == [codec.encode_server(Tokens(1, 0, (1, 2), "ab"))]
 
 
 def test_the_subprotocols() -> None:

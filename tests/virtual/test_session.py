@@ -121,6 +121,23 @@ async def test_what_a_slow_reader_has_not_read_is_merged(autojump_clock: trio.te
         assert (third.text, third.index) == ("g", 6)
 
 
+@pytest.mark.parametrize("codec", [MSGPACK, JSON])
+async def test_a_long_answer_is_sent_in_pieces_each_of_which_has_its_time(
+    autojump_clock: trio.testing.MockClock, codec: Codec
+) -> None:
+    async with session(codec=codec, send_timeout_s=10.0) as fixture:
+        stream = await fixture.generate(1)
+        await fixture.client.hear()
+        fixture.client.piece_s = 9.0
+        logprobs = [(-0.5, tuple((token_id, -1.0) for token_id in range(20)))] * 1000
+        stream.push([1] * 1000, "x" * 1000, logprobs)
+        asked_s = trio.current_time()
+        tokens = await fixture.client.hear()
+        assert (len(tokens.token_ids), tokens.logprobs) == (1000, tuple(logprobs))
+        assert trio.current_time() - asked_s > 20.0
+        fixture.client.piece_s = 0.0
+
+
 async def test_streams_take_turns(autojump_clock: trio.testing.MockClock) -> None:
     async with session() as fixture:
         one, two, three = [await fixture.generate(id) for id in (1, 2, 3)]

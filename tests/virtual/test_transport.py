@@ -13,16 +13,16 @@ import pytest
 import trio
 import trio.testing
 import wsproto.connection
-from wsproto.events import BytesMessage, Ping, Pong
+from wsproto.events import BytesMessage, Ping, Pong, TextMessage
 
 from wsbatch.config import ServerConfig
+from wsbatch.connection import Connection, Disconnected, Received
 from wsbatch.errors import QueueFull, RequestError
 from wsbatch.http import Answer
 from wsbatch.memory import FreedMemory
 from wsbatch.messages import GenerateRequest, Hello
 from wsbatch.metrics import EngineMetrics
 from wsbatch.server import Server
-from wsbatch.session import Connection, Disconnected, Received
 from wsbatch.testing.clients import BareClient, Closed, Rejected
 from wsbatch.testing.engines import ScriptedEngine
 from wsbatch.testing.streams import MemoryListener, MemoryStream
@@ -119,6 +119,26 @@ async def test_a_websocket_echoes(autojump_clock: Clock) -> None:
         await client.send_event(BytesMessage(data=b"hello"))
         event = await client.next_event()
         assert event.data == b"hello"
+
+
+async def test_a_message_in_pieces_is_one_message(autojump_clock: Clock) -> None:
+    async def session(connection: Connection) -> None:
+        for piece in ("a", "ä", "b"):
+            await connection.send(piece, last=False)
+        await connection.receive()  # a ping is answered in between
+        await connection.send("", last=True)
+        await connection.send(b"next")
+
+    async with transport(session) as fixture:
+        client = await fixture.open()
+        await client.send_event(Ping(payload=b"x"))
+        await client.send_event(BytesMessage(data=b"go on"))
+        events = [await client.next_event() for _ in range(6)]
+        texts = [event for event in events if isinstance(event, TextMessage)]
+        assert "".join(event.data for event in texts) == "aäb"
+        assert [event.message_finished for event in texts] == [False, False, False, True]
+        assert {type(event) for event in events} == {TextMessage, Pong, BytesMessage}
+        assert type(events[-1]) is BytesMessage
 
 
 async def test_plain_http_is_answered_and_leaves_no_task(autojump_clock: Clock) -> None:

@@ -2,19 +2,20 @@
 
 import trio
 
+from wsbatch.connection import Disconnected, Received
 from wsbatch.messages import ClientMessage, ServerMessage
-from wsbatch.session import Disconnected, Received
 from wsbatch.wire import MSGPACK, Codec
 
 
 class MemoryConnection:
-    """Implements `session.Connection`. The test is the client: `say`, `hear`, `hold`, `disconnect`.
+    """Implements `connection.Connection`. The test is the client: `say`, `hear`, `hold`, `disconnect`.
 
     Attributes:
         closed: (code, reason) once the session has closed it.
         aborted: whether the session has aborted it.
         frames: messages sent so far, decoded.
         send_s: how long `send` takes to return once the client has the message.
+        piece_s: how long it takes for a piece of a message that has more.
     """
 
     def __init__(self, codec: Codec | None = None) -> None:
@@ -22,10 +23,11 @@ class MemoryConnection:
         self.closed: tuple[int, str] | None = None
         self.aborted = False
         self.frames: list[ServerMessage] = []
-        self.send_s = 0.0
+        self.send_s = self.piece_s = 0.0
         self._codec = codec or MSGPACK
         self._send, self._receive = trio.open_memory_channel[bytes | str](1)
         self._heard = 0
+        self._pieces: list[bytes | str] = []  # of the message that is being sent
         self._changed = trio.Event()
         self._open_gate = trio.Event()
         self._open_gate.set()
@@ -54,33 +56,38 @@ class MemoryConnection:
         self._send.close()
 
     async def receive(self) -> Received:
-        """See `session.Connection`."""
+        """See `connection.Connection`."""
         try:
             return Received(await self._receive.receive())
         except (trio.EndOfChannel, trio.ClosedResourceError):
             raise Disconnected from None
 
-    async def send(self, message: bytes | str) -> None:
-        """See `session.Connection`."""
+    async def send(self, message: bytes | str, *, last: bool = True) -> None:
+        """See `connection.Connection`."""
         if self.closed or self.aborted:
             raise Disconnected
         await trio.lowlevel.checkpoint()
         await self._open_gate.wait()
-        frame = self._codec.decode_server(message)
+        self._pieces.append(message)
+        if not last:
+            await trio.sleep(self.piece_s)
+            return
+        pieces, self._pieces = self._pieces, []
+        frame = self._codec.decode_server(pieces[0][:0].join(pieces))  # type: ignore[arg-type]  # all bytes, or all str
         assert frame is not None
         self.frames.append(frame)
         self._notify()
         await trio.sleep(self.send_s)
 
     async def close(self, code: int, reason: str) -> None:
-        """See `session.Connection`."""
+        """See `connection.Connection`."""
         await trio.lowlevel.checkpoint()
         self.closed = self.closed or (code, reason)
         self._receive.close()
         self._notify()
 
     async def abort(self) -> None:
-        """See `session.Connection`."""
+        """See `connection.Connection`."""
         await trio.lowlevel.checkpoint()
         self.aborted = True
         self._receive.close()

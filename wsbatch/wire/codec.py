@@ -6,20 +6,22 @@ in three rounds: its size, what it holds (`tally`, before anything is built), it
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 
 from wsbatch.errors import BadRequest, RequestError, TooLarge, WsbatchError
 from wsbatch.messages import ClientMessage, RequestId, ServerMessage
-from wsbatch.wire.fields import Large, WireLimits, shown
-from wsbatch.wire.frames import ClientFrames, client_frame, read_server_frame, server_frame
+from wsbatch.wire.fields import WireLimits, shown
+from wsbatch.wire.frames import ClientFrames, LongArray, client_frame, read_server_frame, server_frame
 from wsbatch.wire.json_walk import JsonWalk, Malformed, load_json
 from wsbatch.wire.msgpack_walk import Incomplete, MsgpackWalk, Unknown
-from wsbatch.wire.tally import KEY_TOO_LONG, MAX_KEY_CHARS, Tally
+from wsbatch.wire.tally import Pairs, Tally
 
 PROTOCOL_VERSION = 1
+
+_PIECE_BYTES = 32_768
 
 
 class DecodeError(WsbatchError):
@@ -72,7 +74,7 @@ class Codec(ABC):
         if len(packed) > self.limits.max_message_bytes:
             error = TooLarge(f"a message may have {self.limits.max_message_bytes} bytes, got {len(packed)}")
             raise DecodeError(error, fatal=True)
-        pairs = _Pairs()
+        pairs = Pairs()
         frame = _frame((yield from self._walk(packed, pairs)))
         try:
             if pairs.problem is not None:
@@ -102,10 +104,31 @@ class Codec(ABC):
 
     def encode_server(self, message: ServerMessage) -> bytes | str:
         """One frame: bytes for a binary message, str for a text message."""
-        return self._pack(server_frame(message))
+        return _joined(list(self.encoding(message)))
+
+    def encoding(self, message: ServerMessage) -> Iterator[bytes | str]:
+        """`encode_server` in pieces, each made in a millisecond or so: one piece, unless the output is long."""
+        frame = server_frame(message)
+        if not any(type(value) is LongArray for value in frame.values()):
+            yield self._pack(frame)
+            return
+        parts: list[bytes | str] = []
+        size = 0
+        for part in self._parts(frame):
+            parts.append(part)
+            size += len(part)
+            if size >= _PIECE_BYTES:
+                yield _joined(parts)
+                parts, size = [], 0
+        if parts:
+            yield _joined(parts)
 
     @abstractmethod
-    def _pack(self, frame: Mapping[str, object]) -> bytes | str: ...
+    def _pack(self, value: object) -> bytes | str: ...
+
+    @abstractmethod
+    def _parts(self, frame: Mapping[str, object]) -> Iterator[bytes | str]:
+        """What `_pack` would make of a frame with long arrays."""
 
     @abstractmethod
     def _check_kind(self, data: bytes | str) -> None:
@@ -115,7 +138,7 @@ class Codec(ABC):
     def _load(self, data: Any) -> object: ...
 
     @abstractmethod
-    def _walk(self, data: bytes, pairs: "_Pairs") -> Generator[None, None, object]:
+    def _walk(self, data: bytes, pairs: Pairs) -> Generator[None, None, object]:
         """A client's message, bounded before it is decoded. Raises DecodeError."""
 
     def _id_of(self, frame: Mapping[str, object]) -> RequestId | None:
@@ -137,9 +160,20 @@ class MsgpackCodec(Codec):
     # One packer for all frames: a new one would allocate its buffer each time.
     _packer = msgpack.Packer()
 
-    def _pack(self, frame: Mapping[str, object]) -> bytes:
-        packed: bytes = self._packer.pack(frame)
+    def _pack(self, value: object) -> bytes:
+        packed: bytes = self._packer.pack(value)
         return packed
+
+    def _parts(self, frame: Mapping[str, object]) -> Iterator[bytes]:
+        yield self._packer.pack_map_header(len(frame))
+        for key, value in frame.items():
+            yield self._pack(key)
+            if isinstance(value, LongArray):
+                yield self._packer.pack_array_header(len(value))
+                for part in value.slices():
+                    yield self._pack(part)[len(self._packer.pack_array_header(len(part))) :]
+            else:
+                yield self._pack(value)
 
     def _check_kind(self, data: bytes | str) -> None:
         if isinstance(data, str | Text):
@@ -160,7 +194,7 @@ class MsgpackCodec(Codec):
         except (ValueError, TypeError, OverflowError) as exc:  # a timestamp, say, of a length that none has
             raise _refused(f"the message holds a value that cannot be read: {exc}") from None
 
-    def _walk(self, data: bytes, pairs: "_Pairs") -> Generator[None, None, object]:
+    def _walk(self, data: bytes, pairs: Pairs) -> Generator[None, None, object]:
         walk = MsgpackWalk(data, Tally(self.limits))
         try:
             yield from walk.run()
@@ -180,8 +214,23 @@ class JsonCodec(Codec):
 
     _encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
-    def _pack(self, frame: Mapping[str, object]) -> str:
-        return self._encoder.encode(frame)
+    def _pack(self, value: object) -> str:
+        return self._encoder.encode(value)
+
+    def _parts(self, frame: Mapping[str, object]) -> Iterator[str]:
+        before = "{"
+        for key, value in frame.items():
+            yield f"{before}{self._pack(key)}:"
+            before = ","
+            if isinstance(value, LongArray):
+                opening = "["
+                for part in value.slices():
+                    yield f"{opening}{self._pack(part)[1:-1]}"
+                    opening = ","
+                yield "]"
+            else:
+                yield self._pack(value)
+        yield "}"
 
     def _check_kind(self, data: bytes | str) -> None:
         if not isinstance(data, str | Text):
@@ -190,7 +239,7 @@ class JsonCodec(Codec):
     def _load(self, data: str | bytes) -> object:
         return self._loaded(data if isinstance(data, str) else data.decode(), dict)
 
-    def _walk(self, data: bytes, pairs: "_Pairs") -> Generator[None, None, object]:
+    def _walk(self, data: bytes, pairs: Pairs) -> Generator[None, None, object]:
         walk = JsonWalk(data, Tally(self.limits))
         try:
             yield from walk.run()
@@ -214,26 +263,6 @@ class Text(bytes):
     """The UTF-8 of a text message, not yet decoded."""
 
 
-class _Pairs:
-    """Makes maps of their pairs, and notes the first key that is no string, is too long, or comes twice."""
-
-    def __init__(self) -> None:
-        self.problem: str | None = None
-
-    def map(self, pairs: list[tuple[object, object]]) -> dict[str, object]:
-        values: dict[str, object] = {}
-        for key, value in pairs:
-            if type(key) is str and key not in values and len(key) <= MAX_KEY_CHARS:
-                values[key] = value
-            elif type(key) is str and key in values:
-                values[key] = None  # which of the two was meant is unknown, above all for an id
-                self.problem = self.problem or f"{shown(key)}: is there twice"
-            elif self.problem is None:
-                is_string = type(key) in (str, Large)
-                self.problem = KEY_TOO_LONG if is_string else f"the keys of a map must be strings, got {shown(key)}"
-        return values
-
-
 def _encoded(data: bytes | str) -> bytes:
     if not isinstance(data, str):
         return data
@@ -251,6 +280,10 @@ def _frame(value: object) -> dict[str, object]:
 
 def _refused(message: str) -> DecodeError:
     return DecodeError(BadRequest(message))
+
+
+def _joined(parts: Sequence[bytes | str]) -> bytes | str:
+    return parts[0] if len(parts) == 1 else parts[0][:0].join(parts)  # type: ignore[arg-type]  # all bytes, or all str
 
 
 def _not_spoken(message: str) -> DecodeError:

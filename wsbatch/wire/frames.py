@@ -5,7 +5,7 @@ not null. docs/protocol.md describes the same tables in words.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, cast
 
@@ -57,6 +57,10 @@ from wsbatch.wire.generate import GenerateFields
 
 # What stands on the wire for a log probability of minus infinity: JSON has no infinities.
 LOGPROB_FLOOR = -9999.0
+
+# What is encoded in a millisecond or so.
+_SLICE_LOGPROBS = 128
+_SLICE_IDS = 4096
 
 _CLIENT_TYPES = "generate, cancel, ping, get_status, watch, unwatch"
 
@@ -127,8 +131,29 @@ _MESSAGE_TYPES: dict[str, type[ServerMessage]] = {
 _TYPE_NAMES = {cls: name for name, cls in _MESSAGE_TYPES.items()}
 
 
+class LongArray:
+    """An array that is encoded in slices of so many entries, each put into its form on the wire when its turn comes."""
+
+    def __init__(self, entries: Sequence[Any], slice_entries: int, form: Callable[[Any], object] | None = None) -> None:
+        self._entries = entries
+        self._slice_entries = slice_entries
+        self._form = form
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def slices(self) -> Iterator[list[object]]:
+        """The entries in their form, in order."""
+        for start in range(0, len(self._entries), self._slice_entries):
+            part = self._entries[start : start + self._slice_entries]
+            yield list(part) if self._form is None else list(map(self._form, part))
+
+
 def server_frame(message: ServerMessage) -> dict[str, object]:
-    """The map of a server's message; what is None is left out. Log probabilities come out finite."""
+    """The map of a server's message; what is None is left out. Log probabilities come out finite.
+
+    Where ids and log probabilities are many, the map has a LongArray of them.
+    """
     if type(message) is Tokens:  # the frame sent once a step and request: no loop over its fields
         frame: dict[str, object] = {
             "type": "tokens",
@@ -140,7 +165,13 @@ def server_frame(message: ServerMessage) -> dict[str, object]:
     else:
         frame = {"type": _TYPE_NAMES[type(message)], **_plain(message)}
     if (logprobs := getattr(message, "logprobs", None)) is not None:
-        frame["logprobs"] = [_finite_logprobs(entry) for entry in logprobs]
+        if len(logprobs) > _SLICE_LOGPROBS:
+            frame["logprobs"] = LongArray(logprobs, _SLICE_LOGPROBS, _finite_logprobs)
+        else:
+            frame["logprobs"] = [_finite_logprobs(entry) for entry in logprobs]
+    ids = getattr(message, "token_ids", None)
+    if ids is not None and len(ids) > _SLICE_IDS:
+        frame["token_ids"] = LongArray(ids, _SLICE_IDS)
     return frame
 
 

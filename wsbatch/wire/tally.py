@@ -6,7 +6,7 @@ in such pieces too; the rest, whose size is bounded, is left to the library in o
 """
 
 from wsbatch.errors import BadRequest, RequestError, TooLarge
-from wsbatch.wire.fields import MAX_TOKEN_ID, WireLimits, shown
+from wsbatch.wire.fields import MAX_TOKEN_ID, Large, WireLimits, shown
 
 PIECE_BYTES = 65_536
 """A message up to this size is decoded in one call, a longer one in pieces of this size."""
@@ -14,8 +14,8 @@ PIECE_ENTRIES = 4096
 SHORT_BYTES = 64
 """In a message that is decoded in pieces, a longer string is a value of its own, so that the rest is small."""
 
-MAX_KEY_CHARS = 64
-KEY_TOO_LONG = f"the key of a map may have {MAX_KEY_CHARS} characters"
+_MAX_KEY_CHARS = 64
+_KEY_TOO_LONG = f"the key of a map may have {_MAX_KEY_CHARS} characters"
 _ESCAPED_BYTES = 12  # of a character in JSON, at most; in UTF-8 it has fewer
 
 
@@ -67,8 +67,8 @@ class Tally:
 
     def key(self, size: int) -> None:
         """A map's key takes so many bytes, which may be escapes."""
-        if size > _ESCAPED_BYTES * MAX_KEY_CHARS:
-            raise BadRequest(KEY_TOO_LONG)
+        if size > _ESCAPED_BYTES * _MAX_KEY_CHARS:
+            raise BadRequest(_KEY_TOO_LONG)
 
     def check_ids(self, ids: list[int], first: int) -> None:
         """These integers are token ids; they follow on the first so many of their array."""
@@ -84,3 +84,24 @@ class Tally:
     def wrong(self, message: str, error: type[RequestError] = BadRequest) -> RequestError:
         """An error that names the field."""
         return error(f"{self.field}: {message}" if self.field else message)
+
+
+class Pairs:
+    """Makes maps of their pairs, and notes the first key that is no string, is too long, or comes twice."""
+
+    def __init__(self) -> None:
+        self.problem: str | None = None
+
+    def map(self, pairs: list[tuple[object, object]]) -> dict[str, object]:
+        """The map of these pairs; a hook of both libraries."""
+        values: dict[str, object] = {}
+        for key, value in pairs:
+            if type(key) is str and key not in values and len(key) <= _MAX_KEY_CHARS:
+                values[key] = value
+            elif type(key) is str and key in values:
+                values[key] = None  # which of the two was meant is unknown, above all for an id
+                self.problem = self.problem or f"{shown(key)}: is there twice"
+            elif self.problem is None:
+                is_string = type(key) in (str, Large)
+                self.problem = _KEY_TOO_LONG if is_string else f"the keys of a map must be strings, got {shown(key)}"
+        return values

@@ -1,0 +1,51 @@
+"""What a session needs of a transport."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from wsbatch.input_budget import Share
+
+
+class Disconnected(Exception):
+    """The connection has ended, whoever ended it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message: `bytes` of a binary one, `Text` or `str` of a text one; and its share of the memory for large ones."""
+
+    data: bytes | str
+    share: Share | None = None
+
+    def release(self) -> None:
+        """It is not held any more."""
+        if self.share is not None:
+            self.share.release()
+
+
+class Connection(Protocol):
+    """What a session needs of a transport. One task receives, one sends."""
+
+    @property
+    def subprotocol(self) -> str | None:
+        """The one agreed on; None where the client offered none."""
+        ...
+
+    async def receive(self) -> Received:
+        """Wait for the next message. Raises Disconnected."""
+        ...
+
+    async def send(self, message: bytes | str, *, last: bool = True) -> None:
+        """Write one message, or a piece of one: more follow until the last.
+
+        Raises Disconnected. Cancelled, it leaves a connection that can only be aborted.
+        """
+        ...
+
+    async def close(self, code: int, reason: str) -> None:
+        """Do the closing handshake, within the transport's own bound; abort where it takes longer. Never raises."""
+        ...
+
+    async def abort(self) -> None:
+        """Reset the connection now, whatever is unsent. Never raises."""
+        ...
