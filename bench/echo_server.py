@@ -14,6 +14,7 @@ from wsbatch.connection import Connection, Disconnected
 from wsbatch.http import Answer, Head
 from wsbatch.memory import FreedMemory
 from wsbatch.metrics import EngineMetrics
+from wsbatch.patience import Patience
 from wsbatch.transport import Transport
 
 
@@ -38,6 +39,7 @@ async def main(port: int) -> None:
         refusal=lambda: None,
         metrics=EngineMetrics(),
         memory=FreedMemory(),
+        patience=Patience(),
     )
     async with trio.open_nursery() as nursery:
         serving = partial(trio.serve_tcp, transport.handle, port, host="127.0.0.1")

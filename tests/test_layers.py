@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "wsbatch"
 ROWS: list[set[str]] = [
     {"messages", "errors", "auth", "origins", "config", "steps", "processes", "memory"},
     {"wire", "text", "batching", "metrics", "model"},
-    {"client", "worker", "tokenising", "timers", "watchdog"},
+    {"client", "worker", "tokenising", "timers", "watchdog", "patience"},
     {
         "stream",
         "outbox",

@@ -19,6 +19,7 @@ from wsbatch.handshake import probe_refusal, readable_by
 from wsbatch.http import Answer, Head, plain_answer
 from wsbatch.memory import FreedMemory
 from wsbatch.page import page_answer
+from wsbatch.patience import Patience
 from wsbatch.session import Session
 from wsbatch.transport import Transport
 from wsbatch.wire import CODECS, SUBPROTOCOLS, WireLimits
@@ -41,7 +42,10 @@ async def serve(
     tls = None if config.certfile is None else _tls_context(config)
     listeners = await _open_listeners(config)
     addresses = [listener.socket.getsockname()[:2] for listener in listeners]
-    await Server(engine, config, addresses=addresses, tls=tls).run(listeners, task_status=task_status)
+    patience = Patience()
+    with patience.watching():
+        server = Server(engine, config, addresses=addresses, tls=tls, patience=patience)
+        await server.run(listeners, task_status=task_status)
 
 
 class Server:
@@ -58,6 +62,7 @@ class Server:
         *,
         addresses: list[tuple[str, int]],
         tls: ssl.SSLContext | None = None,
+        patience: Patience | None = None,
     ) -> None:
         self.addresses = addresses
         self._engine = engine
@@ -67,6 +72,7 @@ class Server:
         self._codecs = {name: codec(limits) for name, codec in CODECS.items()}
         self._decoding = trio.Lock()
         self._memory = FreedMemory()
+        self._patience = patience or Patience()
         self._sessions: set[Session] = set()
         self._transport = Transport(
             config,
@@ -75,6 +81,7 @@ class Server:
             refusal=self.refusal,
             metrics=engine.metrics,
             memory=self._memory,
+            patience=self._patience,
             tls=tls,
         )
         self._scope = trio.CancelScope(shield=True)
@@ -204,7 +211,9 @@ class Server:
 
     async def _serve_session(self, connection: Connection) -> None:
         codec = self._codecs[connection.subprotocol or SUBPROTOCOLS[0]]
-        session = Session(connection, self._engine, self._config, codec=codec, decoding=self._decoding)
+        session = Session(
+            connection, self._engine, self._config, codec=codec, decoding=self._decoding, patience=self._patience
+        )
         self._sessions.add(session)
         if self._stopping.is_set():  # during its handshake
             session.end(1001, "the server is shutting down", within_s=self._closing_s())

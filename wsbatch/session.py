@@ -30,6 +30,7 @@ from wsbatch.messages import (
     Unwatch,
     Watch,
 )
+from wsbatch.patience import Patience
 from wsbatch.stream import Stream
 from wsbatch.watching import Watching
 from wsbatch.wire import PROTOCOL_VERSION, Codec, DecodeError
@@ -62,6 +63,7 @@ class Session:
     Args:
         decoding: held while a message is decoded that takes more than one step: shared by the sessions of a server, so
             that the event loop does one such step a turn, and there is one half-built message at a time.
+        patience: for what the client has to read in time.
     """
 
     def __init__(
@@ -72,12 +74,14 @@ class Session:
         *,
         codec: Codec,
         decoding: trio.Lock | None = None,
+        patience: Patience | None = None,
     ) -> None:
         self._connection = connection
         self._engine = engine
         self._config = config
         self._codec = codec
         self._decoding = decoding or trio.Lock()
+        self._patience = patience or Patience()
         self._live: dict[RequestId, _Live] = {}
         self._answers: deque[ServerMessage] = deque([self._hello()])  # frames of no stream; they go first
         self._ready: dict[Stream, None] = {}  # insertion order is the order of turns
@@ -243,7 +247,7 @@ class Session:
     async def _write(self, session: trio.CancelScope) -> None:
         """Send until the session closes, then close; abort where a frame cannot be sent in time."""
         # One scope whose deadline moves: a scope a frame would cost a tenth of the frame.
-        with self._writing, suppress(Disconnected):
+        with self._writing, self._patience.includes(self._writing), suppress(Disconnected):
             code, reason = await self._write_all()
             self._parting = True
             await self._connection.close(code, reason)

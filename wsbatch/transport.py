@@ -20,6 +20,7 @@ from wsbatch.http import Answer, Exchange, Head, HttpError, refused
 from wsbatch.input_budget import InputBudget
 from wsbatch.memory import FreedMemory, Tide
 from wsbatch.metrics import EngineMetrics
+from wsbatch.patience import Patience
 from wsbatch.websocket import WebSocket
 
 LOG = logging.getLogger("wsbatch.transport")
@@ -42,6 +43,7 @@ class Transport:
         refusal: why no connection may be upgraded now; None where one may.
         metrics: connections and refusals are counted here.
         memory: is told when much of it is free again.
+        patience: for what clients have to do in time.
         tls: None serves in the clear.
 
     Attributes:
@@ -57,6 +59,7 @@ class Transport:
         refusal: Callable[[], RequestError | None],
         metrics: EngineMetrics,
         memory: FreedMemory,
+        patience: Patience,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._config = config
@@ -68,6 +71,7 @@ class Transport:
         self.budget = InputBudget(config.max_input_bytes, memory)
         self._open = 0
         self._memory = memory
+        self._patience = patience
         self._tide = Tide(_WORTH_GIVING_BACK)
         self._websockets = 0
 
@@ -115,7 +119,7 @@ class Transport:
         stream: trio.abc.Stream = raw
         secured = True
         answer: Answer | Upgrade | None = None
-        with trio.move_on_after(self._config.head_timeout_s) as patience:
+        with self._patience.after(self._config.head_timeout_s) as patience:
             if self._tls is not None:
                 secured = False
                 stream = trio.SSLStream(raw, self._tls, server_side=True, https_compatible=True)
@@ -127,7 +131,7 @@ class Transport:
         if isinstance(answer, Upgrade):
             return _Opening(stream, exchange.upgrade(answer.headers), exchange.rest, answer.subprotocol)
         if answer is not None:
-            with trio.move_on_after(self._config.close_timeout_s):
+            with self._patience.after(self._config.close_timeout_s):
                 await stream.send_all(exchange.answer(answer))
                 if answer.status >= 400:
                     await linger(raw)
@@ -171,6 +175,7 @@ class Transport:
                     subprotocol=opening.subprotocol,
                     nursery=nursery,
                     budget=self.budget,
+                    patience=self._patience,
                 )
                 nursery.start_soon(websocket.keep_alive)
                 try:
@@ -185,7 +190,7 @@ class Transport:
             if (code := websocket.refused) is not None:
                 # Closing now would reset the connection, and the client, still writing, would never read why.
                 self._metrics.count_refused(_REFUSALS.get(code, "bad_request"))
-                with trio.move_on_after(self._config.close_timeout_s):
+                with self._patience.after(self._config.close_timeout_s):
                     await linger(raw)
         finally:
             self._websockets -= 1

@@ -16,7 +16,7 @@ from wsbatch.connection import Disconnected, Received
 from wsbatch.endings import RawStream, reset
 from wsbatch.frame_rate import FrameRate, TooManyFrames
 from wsbatch.input_budget import InputBudget, Share
-from wsbatch.watchdog import SUSPENDED_S
+from wsbatch.patience import Patience
 from wsbatch.wire import Text
 
 FREE_BYTES = 16_384
@@ -47,6 +47,7 @@ class WebSocket:
         raw: below `stream`.
         nursery: for the tasks that answer pings.
         budget: of the memory that large messages take.
+        patience: for what the client has to do in time.
 
     Attributes:
         refused: the close code, where the client is closed for what it sent: it may be sending still.
@@ -62,6 +63,7 @@ class WebSocket:
         subprotocol: str | None,
         nursery: trio.Nursery,
         budget: InputBudget,
+        patience: Patience,
     ) -> None:
         self.subprotocol = subprotocol
         self.refused: int | None = None
@@ -70,6 +72,7 @@ class WebSocket:
         self._config = config
         self._nursery = nursery
         self._budget = budget
+        self._patience = patience
         self._protocol = Connection(ConnectionType.SERVER, trailing_data=rest)
         self._rate = FrameRate()
         self._frames = 0  # handled since others had their turn
@@ -112,7 +115,7 @@ class WebSocket:
 
     async def close(self, code: int, reason: str) -> None:
         """See `connection.Connection`."""
-        with trio.move_on_after(self._config.close_timeout_s), suppress(Disconnected):
+        with self._patience.after(self._config.close_timeout_s), suppress(Disconnected):
             await self._send(CloseConnection(code=code, reason=reason))
             while True:  # until the client has answered; whoever is receiving is given no more messages
                 await self.receive()
@@ -130,13 +133,11 @@ class WebSocket:
                 await trio.sleep_until(ping_at)
                 continue
             reads = self._reads
-            give_up_at = trio.current_time() + self._config.ping_timeout_s
-            with trio.move_on_at(give_up_at), suppress(Disconnected):
-                await self._send(Ping())
-            await trio.sleep_until(give_up_at)
+            with self._patience.after(self._config.ping_timeout_s):
+                with suppress(Disconnected):
+                    await self._send(Ping())
+                await trio.sleep_forever()
             if self._reads == reads and not self._makes_wait():
-                if trio.current_time() > give_up_at + SUSPENDED_S:
-                    continue  # this process was suspended meanwhile: what the client says may be there, unread
                 await self.abort()
                 return
 
@@ -172,7 +173,7 @@ class WebSocket:
         if self._share is None:
             self._share = self._budget.share(self._config.message_timeout_s)
         await self._share.reserve(len(self._message) + _READ_BYTES)
-        with self._share.reading():
+        with self._share.reading() as scope, self._patience.includes(scope):
             return await self._stream.receive_some(_READ_BYTES)
         if self._share.given_up:
             raise _Refused(1013, "the message came too slowly for a server that is short of room")
@@ -234,13 +235,13 @@ class WebSocket:
         if self._protocol.state is ConnectionState.OPEN:
             raise _Refused(event.code, event.reason or "")
         if self._protocol.state is ConnectionState.REMOTE_CLOSING:
-            with trio.move_on_after(self._config.close_timeout_s), suppress(Disconnected):
+            with self._patience.after(self._config.close_timeout_s), suppress(Disconnected):
                 await self._send(event.response())
         self._ended = True
 
     async def _refuse(self, refusal: _Refused) -> None:
         self.refused = refusal.code
-        with trio.move_on_after(self._config.close_timeout_s), suppress(Disconnected):
+        with self._patience.after(self._config.close_timeout_s), suppress(Disconnected):
             await self._send(CloseConnection(code=refusal.code, reason=refusal.reason))
 
     async def _send(self, event: Event) -> None:

@@ -25,6 +25,7 @@ from wsbatch.messages import (
     Status,
     Tokens,
 )
+from wsbatch.patience import Patience
 from wsbatch.session import MAX_BACKLOG, Session
 from wsbatch.testing.connections import MemoryConnection
 from wsbatch.testing.engines import ScriptedEngine
@@ -38,10 +39,13 @@ class Fixture:
     def __init__(
         self, codec: Codec = MSGPACK, submit_s: float = 0.0, decoding: trio.Lock | None = None, **settings: Any
     ) -> None:
+        self.patience = Patience()
         self.engine = ScriptedEngine(submit_s=submit_s)
         self.client = MemoryConnection(codec)
         self.config = ServerConfig(**settings)
-        self.session = Session(self.client, self.engine, self.config, codec=codec, decoding=decoding)
+        self.session = Session(
+            self.client, self.engine, self.config, codec=codec, decoding=decoding, patience=self.patience
+        )
         self.ended = trio.Event()
 
     async def run(self) -> None:
@@ -373,6 +377,21 @@ async def test_a_fatal_frame_ends_the_connection_after_every_terminal_frame(
         frames = fixture.client.frames[2:]
         assert sorted(type(frame).__name__ for frame in frames) == ["Failed", "Finished", "Tokens"]
         assert [frame.finish_reason for frame in frames if isinstance(frame, Finished)] == ["cancelled"]
+
+
+async def test_the_time_of_a_suspended_server_is_not_the_clients(autojump_clock: trio.testing.MockClock) -> None:
+    async with session(send_timeout_s=30.0, frame_interval_ms=0.0) as fixture:
+        stream = await fixture.generate(1)
+        await fixture.client.hear()
+        fixture.client.hold()
+        fixture.engine.push(stream)
+        await trio.sleep(10)
+        autojump_clock.jump(1000)
+        fixture.patience.put_off(1000)
+        await trio.sleep(19)
+        assert not fixture.client.aborted
+        fixture.client.release()
+        assert isinstance(await fixture.client.hear(), Tokens)
 
 
 async def test_a_client_that_stops_reading_is_aborted_after_the_send_timeout(

@@ -22,6 +22,7 @@ from wsbatch.http import Answer
 from wsbatch.memory import FreedMemory
 from wsbatch.messages import GenerateRequest, Hello
 from wsbatch.metrics import EngineMetrics
+from wsbatch.patience import Patience
 from wsbatch.server import Server
 from wsbatch.testing.clients import BareClient, Closed, Rejected
 from wsbatch.testing.engines import ScriptedEngine
@@ -51,6 +52,7 @@ class Fixture:
     def __init__(self, session: Serve, settings: dict[str, Any], capacity_bytes: int) -> None:
         self.metrics = EngineMetrics()
         self.refusal: RequestError | None = None
+        self.patience = Patience()
         self.listener = MemoryListener(capacity_bytes)
         self.transport = Transport(
             ServerConfig(**settings),
@@ -59,6 +61,7 @@ class Fixture:
             refusal=lambda: self.refusal or self.transport.full(),
             metrics=self.metrics,
             memory=FreedMemory(),
+            patience=self.patience,
         )
 
     async def run(self) -> None:
@@ -92,6 +95,12 @@ async def transport(session: Serve = echo, capacity_bytes: int = 65_536, **setti
         nursery.start_soon(fixture.run)
         yield fixture
         nursery.cancel_scope.cancel()
+
+
+def suspend(clock: Clock, patience: Patience, seconds: float) -> None:
+    """What a server sees that was stopped and goes on, before it acts on any deadline."""
+    clock.jump(seconds)
+    patience.put_off(seconds)
 
 
 async def read_all(stream: MemoryStream) -> bytes:
@@ -470,18 +479,30 @@ async def test_a_dead_peer_is_dropped_with_a_full_pipe(autojump_clock: Clock) ->
         assert fixture.open_connections == 0
 
 
-async def test_a_server_that_was_suspended_asks_again_before_it_gives_a_client_up(autojump_clock: Clock) -> None:
+async def test_a_suspended_server_does_not_take_its_own_absence_for_silence(autojump_clock: Clock) -> None:
     async with transport(ping_interval_s=20.0, ping_timeout_s=15.0) as fixture:
         client = await fixture.open()
-        assert isinstance(await client.next_event(), Ping)
-        autojump_clock.jump(100.0)
-        again = await client.next_event()
-        assert isinstance(again, Ping)
-        await client.send_event(Pong(payload=again.payload))
-        await trio.sleep(19.0)
+        ping = await client.next_event()
+        assert isinstance(ping, Ping)
+        suspend(autojump_clock, fixture.patience, 100.0)
+        await trio.sleep(14.0)
         assert fixture.open_connections == 1
-        await trio.sleep(17.0)  # but then it is given up as ever
+        await client.send_event(Pong(payload=ping.payload))
+        await trio.sleep(20.0)
+        assert fixture.open_connections == 1
+        await trio.sleep(20.0)  # but then it is given up as ever
         assert fixture.open_connections == 0
+
+
+async def test_a_head_has_its_time_also_where_the_server_was_suspended(autojump_clock: Clock) -> None:
+    async with transport(head_timeout_s=10.0) as fixture:
+        stream = await fixture.listener.connect()
+        await stream.send_all(UPGRADE[:20])
+        await trio.sleep(1)
+        suspend(autojump_clock, fixture.patience, 100.0)
+        await trio.sleep(8)
+        await stream.send_all(UPGRADE[20:])
+        assert (await stream.receive_some()).startswith(b"HTTP/1.1 101 ")
 
 
 async def test_pongs_are_life(autojump_clock: Clock) -> None:
