@@ -36,6 +36,7 @@ async def main(port: int) -> None:
         ServerConfig(port=port),
         session=echo,
         plain=nothing_here,
+        probe=nothing_here,
         refusal=lambda: None,
         metrics=EngineMetrics(),
         memory=FreedMemory(),

@@ -32,7 +32,7 @@ ROWS: list[set[str]] = [
         "connection",
     },
     {"session", "pool"},
-    {"transport", "websocket", "http", "handshake", "page", "frame_rate", "endings"},
+    {"transport", "websocket", "http", "handshake", "page", "frame_rate", "endings", "strangers", "accepting"},
     {"server"},
     {"ray"},
     {"testing"},

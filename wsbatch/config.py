@@ -174,6 +174,13 @@ class ServerConfig(Settings):
         several=True,
     )
     port: int = setting(8765, "port to listen on; 0 picks a free one", least=0, most=65_535)
+    probe_port: int | None = setting(
+        None,
+        "one more port, of the probes and /metrics alone, in the clear: with room of its own, whoever fills the other; "
+        "0 picks a free one",
+        least=0,
+        most=65_535,
+    )
     certfile: str | None = setting(None, "TLS certificate chain (PEM); needs keyfile")
     keyfile: str | None = setting(None, "TLS private key (PEM); needs certfile")
     auth_token: str | None = setting(

@@ -1,6 +1,5 @@
 """The server: which tasks there are, in what order they start, and how they end."""
 
-import errno
 import ssl
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +9,7 @@ from math import inf
 
 import trio
 
+from wsbatch.accepting import open_listeners
 from wsbatch.config import ServerConfig
 from wsbatch.connection import Connection
 from wsbatch.endings import RawStream
@@ -40,12 +40,26 @@ async def serve(
     Cancelled, it tells its clients (1001) and ends within half a second.
     """
     tls = None if config.certfile is None else _tls_context(config)
-    listeners = await _open_listeners(config)
-    addresses = [listener.socket.getsockname()[:2] for listener in listeners]
+    listeners = await open_listeners(config.hosts, config.port)
+    probed: list[trio.SocketListener] = []
+    if config.probe_port is not None:
+        try:
+            probed = await open_listeners(config.hosts, config.probe_port)
+        except OSError:
+            for listener in listeners:
+                listener.socket.close()
+            raise
     patience = Patience()
     with patience.watching():
-        server = Server(engine, config, addresses=addresses, tls=tls, patience=patience)
-        await server.run(listeners, task_status=task_status)
+        server = Server(
+            engine,
+            config,
+            addresses=_addresses(listeners),
+            probe_addresses=_addresses(probed),
+            tls=tls,
+            patience=patience,
+        )
+        await server.run(listeners, probed, task_status=task_status)
 
 
 class Server:
@@ -53,6 +67,7 @@ class Server:
 
     Attributes:
         addresses: (host, port) of every socket it listens on.
+        probe_addresses: of those for probes alone.
     """
 
     def __init__(
@@ -61,10 +76,12 @@ class Server:
         config: ServerConfig,
         *,
         addresses: list[tuple[str, int]],
+        probe_addresses: Sequence[tuple[str, int]] = (),
         tls: ssl.SSLContext | None = None,
         patience: Patience | None = None,
     ) -> None:
         self.addresses = addresses
+        self.probe_addresses = list(probe_addresses)
         self._engine = engine
         self._config = config
         self._tls = tls is not None
@@ -78,6 +95,7 @@ class Server:
             config,
             session=self._serve_session,
             plain=self._plain,
+            probe=self._probe,
             refusal=self.refusal,
             metrics=engine.metrics,
             memory=self._memory,
@@ -141,10 +159,12 @@ class Server:
     async def run(
         self,
         listeners: Sequence[trio.abc.Listener[RawStream]],
+        probed: Sequence[trio.abc.Listener[RawStream]] = (),
         *,
         task_status: trio.TaskStatus["Server"] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Serve these listeners to the end; see `serve`. Closes them."""
+        """Serve these listeners to the end, some for probes alone; see `serve`. Closes them."""
+        transport = self._transport
         try:
             async with trio.open_nursery() as outer:
                 # The connections are shielded, so that a cancelled server can still say goodbye; this task is not.
@@ -152,7 +172,10 @@ class Server:
                 with self._scope:
                     async with trio.open_nursery() as nursery:
                         nursery.start_soon(self._memory.run)
-                        await nursery.start(partial(trio.serve_listeners, self._transport.handle, list(listeners)))
+                        for handle, some in ((transport.handle, listeners), (transport.handle_probe, probed)):
+                            if some:
+                                accepting = [transport.accepting(listener) for listener in some]
+                                await nursery.start(partial(trio.serve_listeners, handle, accepting))
                         task_status.started(self)
                         await self._until_stopped()
                         nursery.cancel_scope.cancel()
@@ -224,8 +247,9 @@ class Server:
             self._idle.set()
 
     def _plain(self, head: Head) -> Answer:
-        if (answer := page_answer(head)) is not None:
-            return answer
+        return page_answer(head) or self._probe(head)
+
+    def _probe(self, head: Head) -> Answer:
         unready = probe_refusal(head, self._config) or self.refusal()
         answer = plain_answer(head, self._engine, unready=unready)
         if head.path == "/readyz":
@@ -241,28 +265,8 @@ def _local(host: str) -> str:
     return f"[{address}]" if address.version == 6 else str(address)
 
 
-async def _open_listeners(config: ServerConfig) -> list[trio.SocketListener]:
-    """Bind the port at every host: for port 0 the one that the first is given. Raises OSError, whose `filename` is the
-    address that cannot be bound."""
-    hosts = list(config.hosts)
-    if "::" in hosts and "0.0.0.0" not in hosts:  # trio binds it to IPv6 alone
-        hosts.append("0.0.0.0")
-    listeners: list[trio.SocketListener] = []
-    try:
-        for host in hosts:
-            port = listeners[0].socket.getsockname()[1] if listeners else config.port
-            try:
-                listeners += await trio.open_tcp_listeners(port, host=host)
-            except OSError as error:
-                if error.errno == errno.EAFNOSUPPORT and host not in config.hosts:
-                    continue
-                error.filename = f"{host}:{port}"
-                raise
-    except BaseException:
-        for listener in listeners:
-            listener.socket.close()
-        raise
-    return listeners
+def _addresses(listeners: Sequence[trio.SocketListener]) -> list[tuple[str, int]]:
+    return [listener.socket.getsockname()[:2] for listener in listeners]
 
 
 def _tls_context(config: ServerConfig) -> ssl.SSLContext:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import trio
 
+from wsbatch.accepting import AcceptingListener
 from wsbatch.config import ServerConfig
 from wsbatch.connection import Connection, Disconnected
 from wsbatch.endings import RawStream, linger, reset
@@ -21,11 +22,13 @@ from wsbatch.input_budget import InputBudget
 from wsbatch.memory import FreedMemory, Tide
 from wsbatch.metrics import EngineMetrics
 from wsbatch.patience import Patience
+from wsbatch.strangers import Strangers
 from wsbatch.websocket import WebSocket
 
 LOG = logging.getLogger("wsbatch.transport")
 
 _READ_BYTES = 16_384
+_FEWEST_STRANGERS = _MOST_PROBES = 64
 _WORTH_GIVING_BACK = 256  # connections, of 20 to 30 KiB
 _REFUSALS = {1009: TooLarge.code, 1013: QueueFull.code}  # by close code
 _UNEXPECTED = "a connection ended by an unexpected error"
@@ -40,6 +43,7 @@ class Transport:
         config: bounds, timeouts, auth and origins.
         session: serves one WebSocket to its end.
         plain: answers a request that is not an upgrade.
+        probe: the same for connections that may only ask.
         refusal: why no connection may be upgraded now; None where one may.
         metrics: connections and refusals are counted here.
         memory: is told when much of it is free again.
@@ -56,6 +60,7 @@ class Transport:
         *,
         session: Callable[[Connection], Awaitable[None]],
         plain: Callable[[Head], Answer],
+        probe: Callable[[Head], Answer],
         refusal: Callable[[], RequestError | None],
         metrics: EngineMetrics,
         memory: FreedMemory,
@@ -65,6 +70,7 @@ class Transport:
         self._config = config
         self._session = session
         self._plain = plain
+        self._probe = probe
         self._refusal = refusal
         self._metrics = metrics
         self._tls = tls
@@ -74,6 +80,8 @@ class Transport:
         self._patience = patience
         self._tide = Tide(_WORTH_GIVING_BACK)
         self._websockets = 0
+        self._strangers = Strangers(max(config.max_connections, _FEWEST_STRANGERS))
+        self._probes = Strangers(_MOST_PROBES)
 
     def __repr__(self) -> str:
         return f"<Transport {self._open} open, {self._websockets} of them WebSockets>"
@@ -84,16 +92,22 @@ class Transport:
             return None
         return QueueFull(f"{self._config.max_connections} connections are open, the most allowed", retry_after_ms=1000)
 
+    def accepting(self, listener: trio.abc.Listener[RawStream]) -> AcceptingListener:
+        """The listener, for `handle` or `handle_probe`: where there are no descriptors left it makes room."""
+        return AcceptingListener(listener, self._strangers)
+
     async def handle(self, raw: RawStream) -> None:
         """Serve one connection to its end. Whatever happens on it, nothing but cancellation comes out."""
+        await self._contained(raw, self._converse)
+
+    async def handle_probe(self, raw: RawStream) -> None:
+        """The same for a connection that may only ask, in the clear, with room of its own."""
+        await self._contained(raw, self._answer_probe)
+
+    async def _contained(self, raw: RawStream, serve: Callable[[RawStream], Awaitable[None]]) -> None:
         self._count(1)
         try:
-            # What has not said yet what it wants is bounded as well, or it would take every descriptor.
-            if self._open > 2 * self._config.max_connections:
-                self._metrics.count_refused(QueueFull.code)
-                await reset(raw)
-            else:
-                await self._converse(raw)
+            await serve(raw)
         except* _ENDED:
             pass
         except* Exception:
@@ -109,23 +123,34 @@ class Transport:
             self._memory.note()
 
     async def _converse(self, raw: RawStream) -> None:
-        opening = await self._open_up(raw)
+        opening = None
+        with self._strangers.one() as stay:
+            opening = await self._open_up(raw, self._tls, self._answer_to)
         if opening is not None:
             await self._serve_websocket(raw, opening)
+        elif stay.cancelled_caught:
+            self._metrics.count_refused(QueueFull.code)
+            await reset(raw)
 
-    async def _open_up(self, raw: RawStream) -> "_Opening | None":
+    async def _answer_probe(self, raw: RawStream) -> None:
+        with self._probes.one():
+            await self._open_up(raw, None, self._probe)
+
+    async def _open_up(
+        self, raw: RawStream, tls: ssl.SSLContext | None, answer_to: Callable[[Head], Answer | Upgrade]
+    ) -> "_Opening | None":
         """Read the head, and answer it unless it is an accepted upgrade: that is returned."""
         exchange = Exchange(max_head_bytes=self._config.max_head_bytes)
         stream: trio.abc.Stream = raw
         secured = True
         answer: Answer | Upgrade | None = None
         with self._patience.after(self._config.head_timeout_s) as patience:
-            if self._tls is not None:
+            if tls is not None:
                 secured = False
-                stream = trio.SSLStream(raw, self._tls, server_side=True, https_compatible=True)
+                stream = trio.SSLStream(raw, tls, server_side=True, https_compatible=True)
                 await stream.do_handshake()
                 secured = True
-            answer = await self._read_head(stream, exchange)
+            answer = await self._read_head(stream, exchange, answer_to)
         if patience.cancelled_caught and secured:
             answer = HttpError(408, f"the request took longer than {self._config.head_timeout_s} s").answer
         if isinstance(answer, Upgrade):
@@ -137,7 +162,9 @@ class Transport:
                     await linger(raw)
         return None
 
-    async def _read_head(self, stream: trio.abc.Stream, exchange: Exchange) -> Answer | Upgrade | None:
+    async def _read_head(
+        self, stream: trio.abc.Stream, exchange: Exchange, answer_to: Callable[[Head], Answer | Upgrade]
+    ) -> Answer | Upgrade | None:
         """How to answer; None where the client left without a word."""
         try:
             head = None
@@ -146,18 +173,22 @@ class Transport:
                 if not data and not exchange.started:
                     return None
                 head = exchange.feed(data)
-            if not head.wants_upgrade:
-                return self._plain(head)
-            upgrade = accept_upgrade(head, self._config)
-            if (refusal := self._refusal()) is not None:
-                raise refusal
-            return upgrade
+            return answer_to(head)
         except HttpError as error:
             self._metrics.count_refused("bad_request")
             return error.answer
         except RequestError as error:
             self._metrics.count_refused(error.code)
             return refused(error)
+
+    def _answer_to(self, head: Head) -> Answer | Upgrade:
+        """Raises HttpError or RequestError."""
+        if not head.wants_upgrade:
+            return self._plain(head)
+        upgrade = accept_upgrade(head, self._config)
+        if (refusal := self._refusal()) is not None:
+            raise refusal
+        return upgrade
 
     async def _serve_websocket(self, raw: RawStream, opening: "_Opening") -> None:
         # Counted without a checkpoint since `_refusal` was asked, so that the bound holds exactly.

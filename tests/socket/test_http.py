@@ -20,9 +20,9 @@ class Reply:
         self.body = response.read()
 
 
-async def fetch(served: Served, path: str, method: str = "GET") -> Reply:
+async def fetch(served: Served, path: str, method: str = "GET", *, port: int | None = None) -> Reply:
     def talk() -> Reply:
-        connection = http.client.HTTPConnection("127.0.0.1", served.server.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", port or served.server.port, timeout=10)
         try:
             connection.request(method, path)
             return Reply(connection.getresponse())
@@ -38,6 +38,34 @@ async def test_probes_of_a_healthy_server() -> None:
             reply = await fetch(served, path)
             assert (reply.status, reply.reason, reply.body) == (200, "OK", body)
             assert reply.headers["connection"] == "close"
+
+
+async def test_probes_may_have_a_port_of_their_own() -> None:
+    async with serving(ServerConfig(port=0, probe_port=0)) as served:
+        ((_, port),) = served.server.probe_addresses
+        assert port != served.server.port
+        for path, body in (("/livez", b"alive\n"), ("/readyz", b"ready\n")):
+            reply = await fetch(served, path, port=port)
+            assert (reply.status, reply.body) == (200, body)
+        assert (await fetch(served, "/metrics", port=port)).status == 200
+        assert (await fetch(served, "/", port=port)).status == 404  # the page is none
+
+
+@pytest.mark.parametrize(
+    "line", [b"HEAD /livez HTTP/9.9", b"GET /livez HTTP/9.9", b"HEAD /livez HTTP/1.1", b"HEAD / HTTP/0.1"]
+)
+async def test_every_request_line_gets_its_answer(line: bytes) -> None:
+    async with serving(ServerConfig(port=0)) as served:
+        stream = await served.tcp()
+        await stream.send_all(line + b"\r\nHost: test\r\n\r\n")
+        answer = b""
+        while part := await stream.receive_some():
+            answer += part
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.split()[1] == (b"200" if line.endswith(b"1.1") else b"505")
+        assert body == (b"" if line.startswith(b"HEAD") else b"HTTP/1.1 is spoken here\n")
+        refused = served.engine.metrics.registry.get_sample_value
+        assert refused("wsbatch_requests_refused_total", {"code": "internal_error"}) is None
 
 
 async def test_readiness_tells_that_the_queue_is_full() -> None:

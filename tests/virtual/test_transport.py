@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import logging
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -54,10 +53,12 @@ class Fixture:
         self.refusal: RequestError | None = None
         self.patience = Patience()
         self.listener = MemoryListener(capacity_bytes)
+        self.probes = MemoryListener(capacity_bytes)
         self.transport = Transport(
             ServerConfig(**settings),
             session=session,
             plain=lambda head: Answer(200, b"plain " + head.path.encode()),
+            probe=lambda head: Answer(200, b"probe " + head.path.encode()),
             refusal=lambda: self.refusal or self.transport.full(),
             metrics=self.metrics,
             memory=FreedMemory(),
@@ -65,7 +66,9 @@ class Fixture:
         )
 
     async def run(self) -> None:
-        await trio.serve_listeners(self.transport.handle, [self.listener])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.serve_listeners, self.transport.handle, [self.transport.accepting(self.listener)])
+            nursery.start_soon(trio.serve_listeners, self.transport.handle_probe, [self.probes])
 
     async def open(self) -> BareClient:
         client = BareClient(await self.listener.connect())
@@ -437,12 +440,35 @@ async def test_connections_are_bounded_exactly(autojump_clock: Clock) -> None:
         await fixture.open()
 
 
-async def test_connections_that_say_nothing_are_bounded(autojump_clock: Clock) -> None:
-    async with transport(max_connections=5) as fixture:
-        streams = [await fixture.listener.connect() for _ in range(20)]
+async def test_connections_that_say_nothing_keep_nobody_out(autojump_clock: Clock) -> None:
+    async with transport(max_connections=100) as fixture:
+        silent = [await fixture.listener.connect() for _ in range(250)]
         await trio.testing.wait_all_tasks_blocked()
-        assert fixture.open_connections == 10
-        assert await read_all(streams[-1]) == b""
+        assert fixture.open_connections == 100
+        assert await read_all(silent[0]) == b""  # the oldest made room
+        assert await read_all(silent[149]) == b""
+        assert (await ask(fixture, b"GET /livez HTTP/1.1\r\nHost: test\r\n\r\n")).endswith(b"plain /livez")
+        client = await fixture.open()
+        await client.send_event(BytesMessage(data=b"alive"))
+        assert (await client.next_event()).data == b"alive"
+        assert trio.current_time() == 0
+        assert fixture.refused("queue_full") == 151
+        await silent[-1].send_all(b"GET /livez HTTP/1.1\r\nHost: test\r\n\r\n")  # it has stayed
+        assert (await read_all(silent[-1])).endswith(b"plain /livez")
+
+
+async def test_probes_have_room_of_their_own(autojump_clock: Clock) -> None:
+    async with transport(auth_token="secret") as fixture:
+        silent = [await fixture.probes.connect() for _ in range(70)]
+        await trio.testing.wait_all_tasks_blocked()
+        assert fixture.open_connections == 64
+        assert await read_all(silent[5]) == b""
+        stream = await fixture.probes.connect()
+        await stream.send_all(b"GET /readyz HTTP/1.1\r\nHost: test\r\n\r\n")
+        assert (await read_all(stream)).endswith(b"probe /readyz")
+        stream = await fixture.probes.connect()
+        await stream.send_all(UPGRADE)  # nothing can be upgraded here, and nobody got in without the token
+        assert b" 101 " not in await read_all(stream)
 
 
 async def test_a_full_server_refuses_before_the_upgrade(autojump_clock: Clock) -> None:
@@ -819,13 +845,24 @@ async def test_a_client_that_never_stops_sending_is_dropped(autojump_clock: Cloc
         assert fixture.open_connections == 0
 
 
-async def test_running_out_of_descriptors_ends_nothing(autojump_clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, "trio.serve_listeners")
+async def test_running_out_of_descriptors_makes_room_and_is_logged_once_a_second(
+    autojump_clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     async with transport() as fixture:
-        fixture.listener.faults = [OSError(errno.EMFILE, "too many open files")] * 5
+        neighbour = await fixture.open()
+        silent = [await fixture.listener.connect() for _ in range(40)]
+        await trio.testing.wait_all_tasks_blocked()
+        fixture.listener.faults = [OSError(errno.EMFILE, "too many open files")] * 35
+        await fixture.open()  # accepting had begun
         client = await fixture.open()
+        assert trio.current_time() == pytest.approx(3.5)
         await client.send_event(BytesMessage(data=b"alive"))
         assert (await client.next_event()).data == b"alive"
+        assert await read_all(silent[33]) == b""
+        assert len(caplog.records) == 4
+        assert "too many open files" in caplog.text
+        await neighbour.send_event(BytesMessage(data=b"alive"))
+        assert (await neighbour.next_event()).data == b"alive"
 
 
 async def test_half_closing_is_leaving(autojump_clock: Clock) -> None:

@@ -167,6 +167,8 @@ class _Hosting:
             except ValueError as error:
                 failure = _CannotStart(error)
             else:
+                for host, port in self._server.probe_addresses:
+                    LOG.info("probes and /metrics alone on %s, port %d", host, port)
                 nursery.start_soon(self._drain_when_asked, self._server)
                 nursery.start_soon(self._receive_visit, self._server)
         if failure is not None:  # raised in there, it would come out in a group

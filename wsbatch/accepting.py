@@ -1,0 +1,77 @@
+"""Listening, and accepting connections also where this process may open no more files."""
+
+import errno
+import logging
+from collections.abc import Sequence
+
+import trio
+
+from wsbatch.endings import RawStream
+from wsbatch.strangers import Strangers
+
+LOG = logging.getLogger("wsbatch.transport")
+
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+_PAUSE_S = 0.1
+_LOG_S = 1.0
+
+
+async def open_listeners(wanted: Sequence[str], port: int) -> list[trio.SocketListener]:
+    """Bind the port at every host: for port 0 the one that the first is given. Raises OSError, whose `filename` is the
+    address that cannot be bound."""
+    hosts = list(wanted)
+    if "::" in hosts and "0.0.0.0" not in hosts:  # trio binds it to IPv6 alone
+        hosts.append("0.0.0.0")
+    listeners: list[trio.SocketListener] = []
+    try:
+        for host in hosts:
+            port = listeners[0].socket.getsockname()[1] if listeners else port
+            try:
+                listeners += await trio.open_tcp_listeners(port, host=host)
+            except OSError as error:
+                if error.errno == errno.EAFNOSUPPORT and host not in wanted:
+                    continue
+                error.filename = f"{host}:{port}"
+                raise
+    except BaseException:
+        for listener in listeners:
+            listener.socket.close()
+        raise
+    return listeners
+
+
+class AcceptingListener(trio.abc.Listener[RawStream]):
+    """A listener whose `accept` makes room where there is none, and says so once a second at most.
+
+    Args:
+        listener: accepts.
+        strangers: of whom the oldest gives way.
+    """
+
+    def __init__(self, listener: trio.abc.Listener[RawStream], strangers: Strangers) -> None:
+        self._listener = listener
+        self._strangers = strangers
+        self._failures = 0  # since they were last logged
+        self._logged_s = -_LOG_S
+
+    async def accept(self) -> RawStream:
+        """Wait for a connection."""
+        while True:
+            try:
+                return await self._listener.accept()
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                self._note(error)
+                self._strangers.make_room()
+                await trio.sleep(_PAUSE_S)
+
+    async def aclose(self) -> None:
+        """See `trio.abc.AsyncResource`."""
+        await self._listener.aclose()
+
+    def _note(self, error: OSError) -> None:
+        self._failures += 1
+        if trio.current_time() >= self._logged_s + _LOG_S:
+            LOG.error("cannot accept a connection, %d times: %s", self._failures, error.strerror or error)
+            self._failures, self._logged_s = 0, trio.current_time()
