@@ -30,6 +30,7 @@ ROWS: list[set[str]] = [
         "watching",
         "input_budget",
         "connection",
+        "wake",
     },
     {"session", "pool"},
     {"transport", "websocket", "http", "handshake", "page", "frame_rate", "endings", "strangers", "accepting"},

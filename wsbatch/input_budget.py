@@ -10,7 +10,7 @@ from wsbatch.memory import FreedMemory, Tide
 _GRACE_S = 5.0
 """How long a message may take to arrive while others wait for the room that it has."""
 
-_WORTH_GIVING_BACK_BYTES = 16 * 2**20
+_WORTH_GIVING_BACK_BYTES = 4 * 2**20
 
 
 class Share:

@@ -32,6 +32,7 @@ from wsbatch.messages import (
 )
 from wsbatch.patience import Patience
 from wsbatch.stream import Stream
+from wsbatch.wake import Wake
 from wsbatch.watching import Watching
 from wsbatch.wire import PROTOCOL_VERSION, Codec, DecodeError
 
@@ -86,8 +87,8 @@ class Session:
         self._answers: deque[ServerMessage] = deque([self._hello()])  # frames of no stream; they go first
         self._ready: dict[Stream, None] = {}  # insertion order is the order of turns
         self._tells_starts = False
-        self._wake = trio.Event()
-        self._watching = Watching(engine, wake=lambda: self._wake.set())
+        self._wake = Wake()
+        self._watching = Watching(engine, wake=self._wake.set)  # not itself: a cycle would outlive the connection
         self._writing = trio.CancelScope()
         self._closing: tuple[int, str] | None = None
         self._open_until_s = -inf
@@ -116,6 +117,8 @@ class Session:
         finally:
             self._watching.stop()
             self._cancel_live()
+            self._live.clear()  # their streams hold this session
+            self._ready.clear()
 
     def drain(self, deadline_ms: int, *, open_s: float) -> None:
         """Tell the client, and close (1001) once its live requests have ended.
@@ -279,12 +282,10 @@ class Session:
             if self._closing is not None and not self._live:
                 if trio.current_time() >= self._open_until_s:
                     return self._closing
-                self._wake = trio.Event()
                 with trio.move_on_at(self._open_until_s):
                     await self._wake.wait()
                 continue
             sent_s = trio.current_time()
-            self._wake = trio.Event()
             await self._wake.wait()
             # A frame costs some 50 µs, however many tokens are in it: what comes in quick succession is merged. Steps
             # of a real model take longer than this interval, and are not held back.

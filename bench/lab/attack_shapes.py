@@ -157,7 +157,7 @@ def _whole_answer(attacker: Attacker) -> None:
     request = {"type": "generate", "id": 1, "prompt": "x", "max_tokens": 8000, "logprobs": 20, "stream": False}
     sock.sendall(frame(BINARY, _packed({**request, "ignore_eos": True})))
     received = 0
-    while received < 1_500_000:
+    while received < 1_262_144:
         received += len(receive(sock))
 
 
@@ -208,8 +208,8 @@ SHAPES = [
     Shape("msgpack: arrays in arrays", _message(MSGPACK, lambda: b"\xdd\0\x10\0\0" * 1_000)),
     Shape("msgpack: an array that is not there", _message(MSGPACK, lambda: b"\xdd\xff\xff\xff\xff" + bytes(1000))),
     Shape("msgpack: 1,000,000 ids", _message(MSGPACK, lambda: _packed(_ids(1_000_000)))),
-    Shape("msgpack: 500,000 ids", _message(MSGPACK, lambda: _packed(_ids(500_000)))),
-    Shape("msgpack: 500,000 ids, let in", _message(MSGPACK, lambda: _packed(_ids(500_000)), times=1), _LARGE),
+    Shape("msgpack: 262,144 ids", _message(MSGPACK, lambda: _packed(_ids(262_144)))),
+    Shape("msgpack: 262,144 ids, let in", _message(MSGPACK, lambda: _packed(_ids(262_144)), times=1), _LARGE),
     Shape("msgpack: ids to the limit", _message(MSGPACK, lambda: _packed(_ids(1_600_000)))),
     Shape("msgpack: one long text", _message(MSGPACK, lambda: _packed(_generate(prompt="x" * (MOST - 64))))),
     Shape("msgpack: one long text, CJK", _message(MSGPACK, lambda: _packed(_generate(prompt="漢" * (MOST // 3 - 64))))),
@@ -235,7 +235,7 @@ SHAPES = [
     Shape("json: empty arrays", _message(JSON, lambda: _filled(b"[],", head=_HOLD, tail=b"1]}"))),
     Shape("json: arrays in arrays", _message(JSON, lambda: _filled(b"["))),
     Shape("json: 1,000,000 ids", _message(JSON, lambda: json.dumps(_ids(1_000_000), separators=(",", ":")).encode())),
-    Shape("json: 500,000 ids", _message(JSON, lambda: json.dumps(_ids(500_000), separators=(",", ":")).encode())),
+    Shape("json: 262,144 ids", _message(JSON, lambda: json.dumps(_ids(262_144), separators=(",", ":")).encode())),
     Shape("json: one long text", _message(JSON, lambda: _text("x" * (MOST - 64)))),
     Shape("json: one long text and an emoji", _message(JSON, lambda: _text("😀" + "x" * (MOST - 64)))),
     Shape("json: one long text, escaped", _message(JSON, lambda: _text("\\u00e9" * (MOST // 6 - 64)))),

@@ -168,7 +168,7 @@ async def test_others_have_their_turn_while_a_large_message_is_decoded(
     autojump_clock: trio.testing.MockClock, codec: Codec
 ) -> None:
     lock = trio.Lock()
-    large = codec.encode_client(GenerateRequest(id=1, token_ids=tuple(range(400_000))))
+    large = codec.encode_client(GenerateRequest(id=1, token_ids=tuple(range(262_144))))
     settings: dict[str, Any] = {"codec": codec, "decoding": lock, "frame_interval_ms": 0.0}
     async with session(**settings) as busy, session(**settings) as also_busy, session(**settings) as neighbour:
         for fixture in (busy, also_busy):

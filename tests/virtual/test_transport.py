@@ -19,10 +19,11 @@ from wsbatch.connection import Connection, Disconnected, Received
 from wsbatch.errors import QueueFull, RequestError
 from wsbatch.http import Answer
 from wsbatch.memory import FreedMemory
-from wsbatch.messages import GenerateRequest, Hello
+from wsbatch.messages import GenerateRequest, Hello, Watch
 from wsbatch.metrics import EngineMetrics
 from wsbatch.patience import Patience
 from wsbatch.server import Server
+from wsbatch.session import Session
 from wsbatch.testing.clients import BareClient, Closed, Rejected
 from wsbatch.testing.engines import ScriptedEngine
 from wsbatch.testing.streams import MemoryListener, MemoryStream
@@ -807,31 +808,53 @@ async def test_a_large_prompt_is_held_until_it_is_a_request(autojump_clock: Cloc
         nursery.cancel_scope.cancel()
 
 
-async def test_a_connection_that_ends_leaves_no_garbage(autojump_clock: Clock) -> None:
-    kept: list[weakref.ref[Any]] = []
-    original = WebSocket.__init__
+REQUEST = MsgpackCodec().encode_client(GenerateRequest(id=1, prompt="x" * 20))
+assert isinstance(REQUEST, bytes)
+FRAME = b"\x82" + bytes([0x80 | len(REQUEST)]) + b"\0\0\0\0" + REQUEST
 
-    def init(self: WebSocket, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
+
+@pytest.mark.parametrize(
+    "last",
+    [begun(100_000), EMPTY * 20_000, b"\x88\x80\0\0\0\0", b"\xff\xff", FRAME, FRAME + begun(100)],
+    ids=["unfinished", "a flood", "a close", "forbidden", "a request", "both"],
+)
+async def test_a_connection_that_ends_leaves_no_garbage(
+    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch, last: bytes
+) -> None:
+    kept: list[weakref.ref[Any]] = []
+    made = [WebSocket.__init__, Session.__init__]
+
+    def make_websocket(self: Any, *args: Any, **kwargs: Any) -> None:
+        made[0](self, *args, **kwargs)
         kept.extend([weakref.ref(self), weakref.ref(self._protocol._proto._frame_decoder)])
 
-    async with transport(swallow, **LARGE) as fixture:
+    def make_session(self: Any, *args: Any, **kwargs: Any) -> None:
+        made[1](self, *args, **kwargs)
+        kept.append(weakref.ref(self))
+
+    monkeypatch.setattr(WebSocket, "__init__", make_websocket)
+    monkeypatch.setattr(Session, "__init__", make_session)
+    engine = ScriptedEngine()
+    server = Server(engine, ServerConfig(allow_watch=True), addresses=[("127.0.0.1", 1)])
+    listener = MemoryListener(2_000_000)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.run, [listener])
         gc.collect()
         gc.disable()
         try:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(WebSocket, "__init__", init)
-                for last in (begun(100_000), EMPTY * 20_000, b"\x88\x80\0\0\0\0", b"\xff\xff"):
-                    client = await fixture.open()
-                    await client.stream.send_all(last)
-                    await trio.testing.wait_all_tasks_blocked()
-                    await client.stream.aclose()
-                    await trio.sleep(10)
-            assert fixture.open_connections == 0
-            assert len(kept) == 8
+            client = BareClient(await listener.connect())
+            await client.open()
+            await client.send(Watch())
+            await client.stream.send_all(last)
+            await trio.sleep(1)
+            await client.stream.aclose()
+            await trio.sleep(10)
+            engine.clients.clear()
+            assert len(kept) == 3
             assert [ref() for ref in kept if ref() is not None] == []
         finally:
             gc.enable()
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_client_that_never_stops_sending_is_dropped(autojump_clock: Clock) -> None:
