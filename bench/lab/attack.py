@@ -4,8 +4,8 @@ Run from a clone: `python bench/lab/attack.py [--only REGEX]`. For each shape it
 simulated model, 2 ms a step) in a child process, streams to a neighbour, asks /livez twenty times a second, and lets a
 second child attack. It prints, as a Markdown table:
 
-hold: the longest that the server's event loop went without looking at its sockets, ms; in brackets the CPU time of the
-    loop's thread meanwhile: where it is much less, another process had the core.
+hold: the longest that the server's event loop went without looking at its sockets, ms; in brackets the longest in CPU
+    time of its thread: where that is much less, another process had the core.
 gap p50, p99, max: between a neighbour's frames, ms.
 livez: the longest answer, ms, and how many were not answered.
 before, peak, after: resident memory of the server, MiB; after is 15 s after the attacker has left.

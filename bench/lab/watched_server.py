@@ -12,7 +12,8 @@ from wsbatch.cli import main
 
 
 class Holds(trio.abc.Instrument):
-    """Writes the longest time between two waits of the event loop to a file: seconds, and CPU seconds of its thread."""
+    """Writes to a file how long the event loop went without a wait, at most: in seconds, and in CPU seconds of its
+    thread, which other processes do not lengthen."""
 
     def __init__(self, path: str) -> None:
         with open(path, "r+b") as file:
@@ -25,9 +26,11 @@ class Holds(trio.abc.Instrument):
 
     def before_io_wait(self, timeout: float) -> None:
         """It is done with that."""
-        held_s = time.perf_counter() - self._since_s
-        if self._since_s and held_s > struct.unpack("dd", self._shared[:])[0]:
-            self._shared[:] = struct.pack("dd", held_s, time.thread_time() - self._cpu_s)
+        if self._since_s:
+            longest_s, longest_cpu_s = struct.unpack("dd", self._shared[:])
+            held_s, cpu_s = time.perf_counter() - self._since_s, time.thread_time() - self._cpu_s
+            if held_s > longest_s or cpu_s > longest_cpu_s:
+                self._shared[:] = struct.pack("dd", max(held_s, longest_s), max(cpu_s, longest_cpu_s))
 
 
 if __name__ == "__main__":
