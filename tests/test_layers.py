@@ -30,6 +30,7 @@ ROWS: list[set[str]] = [
         "watching",
         "input_budget",
         "connection",
+        "peer",
         "wake",
     },
     {"session", "pool"},

@@ -1,5 +1,6 @@
 """What a session needs of a transport."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +30,11 @@ class Connection(Protocol):
     @property
     def subprotocol(self) -> str | None:
         """The one agreed on; None where the client offered none."""
+        ...
+
+    @property
+    def peer(self) -> Hashable:
+        """Who is at the other end: connections of one peer share its room in the queue. None: nobody knows."""
         ...
 
     async def receive(self) -> Received:

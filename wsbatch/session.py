@@ -81,6 +81,7 @@ class Session:
         self._engine = engine
         self._config = config
         self._codec = codec
+        self._client = Client(connection.peer, object())  # not the session: that would be a cycle
         self._decoding = decoding or trio.Lock()
         self._patience = patience or Patience()
         self._live: dict[RequestId, _Live] = {}
@@ -217,7 +218,7 @@ class Session:
 
     async def _submit(self, request: GenerateRequest, live: _Live, received: Received) -> None:
         try:
-            live.stream = await self._engine.submit(request, client=Client(connection=self), on_event=self._on_event)
+            live.stream = await self._engine.submit(request, client=self._client, on_event=self._on_event)
         except RequestError as error:
             del self._live[request.id]
             self._answer(_failed(request.id, error))

@@ -85,19 +85,19 @@ class Tokenising:
         messages = request.messages or ()
         texts = [request.prompt or "", *(message.content for message in messages)]
         if (chars := sum(map(len, texts))) > self._max_bytes:
-            raise TooLarge(
-                f"the prompt holds {chars} characters: more than {self._max_bytes} bytes cannot fit the model's context"
-            )
+            raise self._too_large(f"at least {chars}")  # which is known without encoding it
         size = sum(map(_size, texts))
         if size > self._max_bytes:
-            raise TooLarge(f"the prompt holds {size} bytes: more than {self._max_bytes} cannot fit the model's context")
-
+            raise self._too_large(str(size))
         if size + _MESSAGE_BYTES * len(messages) <= _INLINE_BYTES:
             return self._encode(request)
         own = self._own.get(client)
         if own is None:
             own = self._own[client] = trio.CapacityLimiter(1)
         return await self._run(lambda: self._encode(request), own)
+
+    def _too_large(self, size: str) -> TooLarge:
+        return TooLarge(f"the prompt holds {size} bytes: more than {self._max_bytes} cannot fit the model's context")
 
     def _encode(self, request: GenerateRequest) -> list[int]:
         """Whatever a tokenizer or a template raises over this request is the request's error, and nobody else's."""

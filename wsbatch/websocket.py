@@ -17,6 +17,7 @@ from wsbatch.endings import RawStream, reset
 from wsbatch.frame_rate import FrameRate, TooManyFrames
 from wsbatch.input_budget import InputBudget, Share
 from wsbatch.patience import Patience
+from wsbatch.peer import peer_of
 from wsbatch.wire import Text
 
 FREE_BYTES = 16_384
@@ -66,6 +67,7 @@ class WebSocket:
         patience: Patience,
     ) -> None:
         self.subprotocol = subprotocol
+        self.peer = peer_of(raw)
         self.refused: int | None = None
         self._stream = stream
         self._raw = raw

@@ -1,9 +1,11 @@
-"""Turns of clients: first come first served within one, interleaved between several."""
+"""Turns of clients: first come first served within one, interleaved between several. And who gives way to whom."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wsbatch.batching.fairness import FairShare
+from wsbatch.batching.fairness import Client, FairShare, giving_way
+from wsbatch.batching.queue import Work
+from wsbatch.steps import RowSampling
 
 
 def test_a_lone_request_has_its_turn_when_it_arrives() -> None:
@@ -32,3 +34,61 @@ def test_a_client_never_overtakes_itself(moves: list[tuple[bool, float, float]])
         elif waiting:
             share.leave("a")
             waiting -= 1
+
+
+def waiting(peer: str, count: int, *, priority: int = 5, first: int = 0) -> list[tuple[Client, Work]]:
+    return [
+        (
+            Client(peer, key),
+            Work(
+                key=key,
+                token_ids=(1,),
+                max_new_tokens=1,
+                sampling=RowSampling(),
+                priority=priority,
+                arrived_s=float(key),
+            ),
+        )
+        for key in range(first, first + count)
+    ]
+
+
+def keys(works: list[Work]) -> list[int]:
+    return [work.key for work in works]
+
+
+def test_of_one_peer_every_less_urgent_request_may_give_way_the_last_first() -> None:
+    queue = waiting("a", 3, priority=8) + waiting("a", 2, priority=5, first=3)
+    assert keys(giving_way(queue, Client("a"), priority=4, max_requests=5)) == [2, 1, 0, 4, 3]
+    assert keys(giving_way(queue, Client("a"), priority=5, max_requests=5)) == [2, 1, 0]
+
+
+def test_another_peer_keeps_its_share_of_the_queue() -> None:
+    queue = waiting("a", 8, priority=9)
+    assert keys(giving_way(queue, Client("b"), priority=0, max_requests=8)) == [7, 6, 5, 4]
+
+
+def test_a_peer_that_has_its_share_displaces_nobody_else() -> None:
+    queue = waiting("a", 4, priority=9) + waiting("b", 4, priority=0, first=4)
+    assert giving_way(queue, Client("b"), priority=0, max_requests=8) == []
+
+
+def test_no_peer_is_driven_out_by_many_others() -> None:
+    queue = [each for number in range(8) for each in waiting(f"peer {number}", 1, priority=9, first=number)]
+    assert giving_way(queue, Client("newcomer"), priority=0, max_requests=8) == []
+
+
+@given(
+    held=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 9)), max_size=12),
+    peer=st.sampled_from("abcde"),
+    priority=st.integers(0, 9),
+)
+def test_whoever_gives_way_no_peer_falls_below_its_share(held: list[tuple[str, int]], peer: str, priority: int) -> None:
+    queue = [each for key, (name, urgency) in enumerate(held) for each in waiting(name, 1, priority=urgency, first=key)]
+    of = {work.key: client.peer for client, work in queue}
+    share = 12 // len({*of.values(), peer})
+    gone = giving_way(queue, Client(peer), priority=priority, max_requests=12)
+    assert all(work.priority > priority for work in gone)
+    left = [of[work.key] for _, work in queue if work not in gone]
+    for name in {of[work.key] for work in gone} - {peer}:
+        assert left.count(name) >= share

@@ -13,8 +13,9 @@ from trio.testing import MockClock
 
 from wsbatch.batch_engine import BatchEngine
 from wsbatch.batching.admission import Admission
+from wsbatch.batching.fairness import Client
 from wsbatch.config import EngineConfig
-from wsbatch.errors import BadRequest, NeverFits, QueueFull, RequestError
+from wsbatch.errors import BadRequest, NeverFits, QueueFull, QueueTimeout, RequestError
 from wsbatch.messages import ChatMessage, Failed, Finished, GenerateRequest, SamplingParams
 from wsbatch.stream import Stream
 from wsbatch.testing.worker import open_virtual_engine
@@ -395,3 +396,21 @@ def test_no_sequence_of_submissions_loses_a_place(
 
     source = random.Random(seed)
     trio.run(run, clock=MockClock(autojump_threshold=0))
+
+
+async def test_the_queue_timeout_counts_while_a_prompt_is_tokenised(autojump_clock: MockClock) -> None:
+    """The tokeniser is busy with other texts for longer than the request may wait; nothing of it stays behind."""
+    async with open_virtual_engine(config(queue_timeout_ms=10_000)) as (engine, worker):
+
+        async def busy(request: GenerateRequest, client: Client) -> list[int]:
+            await trio.sleep(60)
+            return [1]
+
+        engine._tokenise = busy  # type: ignore[assignment]
+        for fields, after_s in (({"timeout_ms": 2000}, 2.0), ({"queue_timeout_ms": 500}, 0.5), ({}, 10.0)):
+            began_s = trio.current_time()
+            with pytest.raises(QueueTimeout, match="tokenised"):
+                await engine.submit(GenerateRequest(prompt="a", **fields))  # type: ignore[arg-type]
+            assert trio.current_time() - began_s == pytest.approx(after_s)
+        assert_books_balance(engine)
+        assert worker.keys_seen == []

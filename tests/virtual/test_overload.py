@@ -7,6 +7,7 @@ import trio
 from trio.testing import MockClock
 
 from wsbatch.batch_engine import BatchEngine
+from wsbatch.batching.fairness import Client
 from wsbatch.batching.queue import AGEING_S
 from wsbatch.config import EngineConfig
 from wsbatch.errors import BY_CODE, QueueFull, RequestError
@@ -92,6 +93,20 @@ async def test_the_least_urgent_is_shed_for_a_more_urgent_one(autojump_clock: Mo
         assert shed.retry_after_ms is not None
         for stream in (urgent, middle, low):
             assert isinstance(await ending(stream), Finished)
+
+
+async def test_urgent_requests_of_one_peer_leave_another_its_share(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_queue_requests=16)) as (engine, _):
+        await fill(engine, 0)
+        patient = [await engine.submit(request(priority=9), client=Client("patient", 1)) for _ in range(16)]
+        refused = 0
+        for number in range(40):
+            try:
+                await engine.submit(request(priority=0), client=Client("urgent", number))
+            except QueueFull:
+                refused += 1
+        assert refused == 32
+        assert sum(stream.live for stream in patient) == 8
 
 
 async def test_a_queue_is_not_full_to_newcomers_while_a_less_urgent_request_waits(autojump_clock: MockClock) -> None:

@@ -1,5 +1,7 @@
 """One end of a WebSocket without a WebSocket: what a `Session` talks to, in a test's hands."""
 
+from collections.abc import Hashable
+
 import trio
 
 from wsbatch.connection import Disconnected, Received
@@ -11,6 +13,7 @@ class MemoryConnection:
     """Implements `connection.Connection`. The test is the client: `say`, `hear`, `hold`, `disconnect`.
 
     Attributes:
+        peer: who the client is, for the room in the queue.
         closed: (code, reason) once the session has closed it.
         aborted: whether the session has aborted it.
         frames: messages sent so far, decoded.
@@ -20,6 +23,7 @@ class MemoryConnection:
 
     def __init__(self, codec: Codec | None = None) -> None:
         self.subprotocol = codec.subprotocol if codec else None
+        self.peer: Hashable = None
         self.closed: tuple[int, str] | None = None
         self.aborted = False
         self.frames: list[ServerMessage] = []
