@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from wsbatch.batching.admission import Admission, Place
-from wsbatch.batching.fairness import NOBODY, Client, FairShare, giving_way
+from wsbatch.batching.fairness import Client, FairShare, giving_way
 from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Scheduler
 from wsbatch.config import EngineConfig
 from wsbatch.errors import BadRequest, NeverFits, QueueFull
-from wsbatch.messages import DEFAULT_PRIORITY, GenerateRequest
+from wsbatch.messages import GenerateRequest
 from wsbatch.steps import ModelInfo
 from wsbatch.wire import WireLimits
 from wsbatch.wire.generate import GenerateFields
@@ -39,10 +39,15 @@ class AdmissionControl:
     def __repr__(self) -> str:
         return f"<AdmissionControl {self._places!r}>"
 
-    def refusal(self, waiting: Waiting) -> QueueFull | None:
-        """Why a request of the default class made now would be refused; None if one may be let in."""
-        full = self._places.refusal()
-        return None if full is None or self._giving_way(waiting, DEFAULT_PRIORITY, NOBODY) else full
+    @property
+    def full(self) -> bool:
+        """Whether some requests made now would be refused whatever they hold: `refusal` tells which."""
+        return self._places.full or self._too_late(1, newcomers=1) is not None
+
+    def refusal(self, client: Client, priority: int, waiting: Waiting) -> QueueFull | None:
+        """Why a request made now would be refused whatever it holds; None if it may be let in."""
+        full = self._places.refusal(sheddable=self._sheddable(client, priority, waiting))
+        return full or self._too_late(1, newcomers=1)
 
     def check(self, request: GenerateRequest) -> GenerateRequest:
         """The request, if nothing is wrong with its fields. Raises BadRequest or TooLarge."""
@@ -55,8 +60,7 @@ class AdmissionControl:
 
     def reserve(self, request: GenerateRequest, client: Client, waiting: Waiting) -> Place:
         """A place to tokenise the request in. Raises QueueFull where there is none, whoever might give way."""
-        full = self._places.refusal() is not None
-        return self._places.reserve(sheddable=len(self._giving_way(waiting, request.priority, client)) if full else 0)
+        return self._places.reserve(sheddable=self._sheddable(client, request.priority, waiting))
 
     def fit(self, request: GenerateRequest, prompt_ids: Sequence[int]) -> GenerateRequest:
         """The request with its `max_tokens`: where it names none, no more than its prompt leaves.
@@ -86,13 +90,14 @@ class AdmissionControl:
         Raises QueueFull where it cannot be let in even so, or would break a latency goal: nobody is to give way for
         nothing.
         """
-        self._check_latency(tokens)
+        if (late := self._too_late(tokens)) is not None:
+            raise late
         full = self._places.lacks(place, tokens)
         if full is None:
             return []
         victims: list[Work] = []
         freed = 0
-        for victim in self._giving_way(waiting, request.priority, client):
+        for victim in self._giving_way(client, request.priority, waiting):
             victims.append(victim)
             freed += len(victim.token_ids)
             if self._places.lacks(place, tokens, less_requests=len(victims), less_tokens=freed) is None:
@@ -112,35 +117,50 @@ class AdmissionControl:
         """This many requests have just left the queue to run."""
         self._places.started(count, now_s)
 
-    def retry_after_ms(self) -> int:
+    def retry_after_ms(self, now_s: float) -> int:
         """When a retry is worth making."""
-        return self._places.retry_after_ms()
+        return self._places.retry_after_ms(now_s)
 
-    def _giving_way(self, waiting: Waiting, priority: int, client: Client) -> list[Work]:
+    def book_return(self, now_s: float) -> int:
+        """The same for a client who is told it, and is expected then."""
+        return self._places.book_return(now_s)
+
+    def _sheddable(self, client: Client, priority: int, waiting: Waiting) -> int:
+        return len(self._giving_way(client, priority, waiting)) if self._places.full else 0
+
+    def _giving_way(self, client: Client, priority: int, waiting: Waiting) -> list[Work]:
+        if self._scheduler.queue.least_urgent <= priority:  # found out at once: most refusals are of this kind
+            return []
         return giving_way(waiting, client, priority=priority, max_requests=self._config.max_queue_requests)
 
-    def _check_latency(self, tokens: int) -> None:
-        """Refuse what would break a latency goal, as far as the steps so far tell. Raises QueueFull."""
+    def _too_late(self, tokens: int, *, newcomers: int = 0) -> QueueFull | None:
+        """Why a request of so many prompt tokens would break a latency goal, as far as the steps so far tell.
+
+        `newcomers` are requests that have no place yet.
+        """
+        if self._config.itl_slo_ms is None and self._config.ttft_slo_ms is None:
+            return None
         costs = self._scheduler.ledger.costs.fitted()
         if costs is None:
-            return
+            return None
         places, running = self._places, self._scheduler.running
-        waiting = places.requests + places.lent  # this request included
+        waiting = places.requests + places.lent + newcomers  # this request included
         slots = self._config.max_batch_size
         if self._config.itl_slo_ms is not None:
             step_ms = 1000 * costs.step_s(decode_rows=min(slots, running + waiting), prefill_tokens=0)
             if step_ms > self._config.itl_slo_ms:
-                raise self._too_slow(f"a step with one more row would take {step_ms:.0f} ms", "itl_slo_ms")
+                return self._too_slow(f"a step with one more row would take {step_ms:.0f} ms", "itl_slo_ms")
         if self._config.ttft_slo_ms is not None:
             prefill_s = costs.step_s(decode_rows=running, prefill_tokens=places.tokens + tokens)
             queue_s = waiting * places.interval_s if running + waiting > slots else 0.0
             ttft_ms = (queue_s + prefill_s) * 1000
             if ttft_ms > self._config.ttft_slo_ms:
-                raise self._too_slow(f"the first token would come after {ttft_ms:.0f} ms", "ttft_slo_ms")
+                return self._too_slow(f"the first token would come after {ttft_ms:.0f} ms", "ttft_slo_ms")
+        return None
 
     def _too_slow(self, what: str, goal: str) -> QueueFull:
         message = f"{what}: over {goal} {getattr(self._config, goal):g}"
-        return QueueFull(message, retry_after_ms=self.retry_after_ms())
+        return QueueFull(message)
 
     def _check_prompt(self, request: GenerateRequest, prompt_ids: Sequence[int]) -> None:
         if not prompt_ids:

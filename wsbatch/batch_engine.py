@@ -15,7 +15,7 @@ from wsbatch.core import EngineCore
 from wsbatch.engine import EngineState
 from wsbatch.errors import EngineDead, QueueTimeout, RequestError, StepFailed
 from wsbatch.execution import Execution
-from wsbatch.messages import GenerateRequest, Status
+from wsbatch.messages import DEFAULT_PRIORITY, GenerateRequest, Status
 from wsbatch.metrics import EngineMetrics
 from wsbatch.steps import ModelInfo
 from wsbatch.stream import Stream
@@ -79,9 +79,18 @@ class BatchEngine:
         """For whoever measures: its ledger holds the sums of all steps."""
         return self.core.scheduler
 
+    @property
+    def full(self) -> bool:
+        """See `Engine.full`."""
+        return self.core.full
+
     def refusal(self) -> RequestError | None:
         """See `Engine.refusal`."""
-        return self.core.refusal()
+        return self.core.refusal(trio.current_time())
+
+    def turn_away(self, client: Client = NOBODY, priority: int = DEFAULT_PRIORITY) -> RequestError | None:
+        """See `Engine.turn_away`."""
+        return self.core.turn_away(client, priority, trio.current_time())
 
     def status(self) -> Status:
         """See `Engine.status`."""
@@ -113,6 +122,7 @@ class BatchEngine:
                 core.add(stream, prompt_ids, place, client=client, arrived_s=arrived_s, now_s=now_s)
         except RequestError as error:
             self.metrics.count_refused(error.code)
+            core.expect_back(error, trio.current_time())
             raise
         if core.next_deadline_s < self._expires_s:
             self._deadline_moved.set()

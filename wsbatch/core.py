@@ -15,7 +15,7 @@ from math import inf
 from wsbatch.admission import AdmissionControl, Waiting
 from wsbatch.batching.accounting import RowReport
 from wsbatch.batching.admission import Place
-from wsbatch.batching.fairness import Client
+from wsbatch.batching.fairness import NOBODY, Client
 from wsbatch.batching.picture import Picture
 from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Decision, Idle, Scheduler, Step, StepOutcome, WaitUntil
@@ -34,7 +34,7 @@ from wsbatch.errors import (
 )
 from wsbatch.health import ModelHealth
 from wsbatch.hold import HoldClock
-from wsbatch.messages import Accepted, FinishReason, GenerateRequest, RowPhase, Status
+from wsbatch.messages import DEFAULT_PRIORITY, Accepted, FinishReason, GenerateRequest, RowPhase, Status
 from wsbatch.metrics import EngineMetrics
 from wsbatch.outbox import Outbox
 from wsbatch.output import Output
@@ -88,9 +88,32 @@ class EngineCore:
 
     # Admission
 
-    def refusal(self) -> RequestError | None:
+    @property
+    def full(self) -> bool:
+        """Whether some requests made now would be refused whatever they hold: `refusal` tells which."""
+        return self._closed() is not None or self._admission.full
+
+    def refusal(self, now_s: float) -> RequestError | None:
         """Why a request of the default class made now would be refused; None if one may be let in."""
-        return self._closed() or self._admission.refusal(self._waiting())
+        refusal = self._refusal(NOBODY, DEFAULT_PRIORITY)
+        if isinstance(refusal, QueueFull) and refusal.retry_after_ms is None:
+            refusal.retry_after_ms = self._admission.retry_after_ms(now_s)
+        return refusal
+
+    def turn_away(self, client: Client, priority: int, now_s: float) -> RequestError | None:
+        """The refusal of a request that is there, whatever it holds; None if it may be let in. See `expect_back`."""
+        refusal = self._refusal(client, priority)
+        if refusal is not None:
+            self.expect_back(refusal, now_s)
+        return refusal
+
+    def expect_back(self, error: RequestError, now_s: float) -> None:
+        """A client is told this error. Where the queue was full, say in it when to come back; the next one comes later.
+
+        Call it once for each error that a function below has raised.
+        """
+        if isinstance(error, QueueFull) and error.retry_after_ms is None:
+            error.retry_after_ms = self._admission.book_return(now_s)
 
     def check(self, request: GenerateRequest) -> GenerateRequest:
         """The request, if nothing is wrong with it and the engine is open. Raises RequestError."""
@@ -127,8 +150,10 @@ class EngineCore:
             ends |= self._info.eos_token_ids
         output = Output(request, prompt_ids, codec=self._codec, end_ids=ends)
         # From here on nothing fails.
-        shed = Shed("dropped from the queue for a more urgent request", retry_after_ms=self._admission.retry_after_ms())
-        self._fail([victim.key for victim in victims], shed, now_s)
+        for victim in victims:
+            retry_after_ms = self._admission.book_return(now_s)
+            shed = Shed("dropped from the queue for a more urgent request", retry_after_ms=retry_after_ms)
+            self._fail([victim.key], shed, now_s)
         place.fill(len(token_ids))
         self._last_key += 1
         sampling = request.sampling
@@ -326,7 +351,7 @@ class EngineCore:
         running = [live for live in self._live.values() if live.key not in queue]
         oldest_s = min((work.arrived_s for work in queue), default=now_s)
         began_s = self._step_began_s
-        refusal = self.refusal()
+        refusal = self.refusal(now_s)
         return Status(
             state="dead" if self.death else "draining" if self.draining else "ready",
             waiting=len(queue),
@@ -350,6 +375,9 @@ class EngineCore:
         if self.health.doubtful:
             return QueueFull("the model fails and is being probed", retry_after_ms=1000)
         return None
+
+    def _refusal(self, client: Client, priority: int) -> RequestError | None:
+        return self._closed() or self._admission.refusal(client, priority, self._waiting())
 
     def _check_open(self) -> None:
         if (closed := self._closed()) is not None:

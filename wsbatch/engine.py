@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 from wsbatch.batching.fairness import NOBODY, Client
 from wsbatch.batching.picture import Watcher
 from wsbatch.errors import RequestError
-from wsbatch.messages import GenerateRequest, Status
+from wsbatch.messages import DEFAULT_PRIORITY, GenerateRequest, Status
 from wsbatch.metrics import EngineMetrics
 from wsbatch.steps import ModelInfo
 from wsbatch.stream import Stream
@@ -33,10 +33,22 @@ class Engine(Protocol):
         """ready, draining or dead."""
         ...
 
+    @property
+    def full(self) -> bool:
+        """Whether some requests made now would be refused whatever they hold: `turn_away` tells which."""
+        ...
+
     def refusal(self) -> RequestError | None:
         """Why a request made now would be refused (full, draining, dead); None if one may be let in.
 
         It speaks of a request of the default class: the queue is not full to it while a less urgent one waits there.
+        """
+        ...
+
+    def turn_away(self, client: Client = NOBODY, priority: int = DEFAULT_PRIORITY) -> RequestError | None:
+        """The refusal of a request that nobody has looked at, or of a connection; None if it may be let in.
+
+        The client must be told: it is expected back when the error says, and the next one is told a later time.
         """
         ...
 

@@ -96,7 +96,7 @@ class Server:
             session=self._serve_session,
             plain=self._plain,
             probe=self._probe,
-            refusal=self.refusal,
+            refusal=self._turn_away,
             metrics=engine.metrics,
             memory=self._memory,
             patience=self._patience,
@@ -133,9 +133,15 @@ class Server:
 
     def refusal(self) -> RequestError | None:
         """Why a connection made now would be refused: draining, dead, or full. None where it would be let in."""
+        return self._stopped() or self._engine.refusal() or self._transport.full()
+
+    def _turn_away(self) -> RequestError | None:
+        return self._stopped() or self._engine.turn_away() or self._transport.full()
+
+    def _stopped(self) -> Draining | None:
         if self._stopping.is_set() and self._engine.state != "dead":
             return Draining("the server is shutting down", retry_after_ms=1000)
-        return self._engine.refusal() or self._transport.full()
+        return None
 
     async def drain(self, grace_s: float | None = None) -> None:
         """Admit nothing more, let live requests finish, end the rest, close: all of it within `grace_s` (`drain_s`).

@@ -26,6 +26,12 @@ def request(tokens: int = 4, **fields: object) -> GenerateRequest:
     return GenerateRequest(prompt="abcd", sampling=SamplingParams(max_tokens=tokens), **fields)  # type: ignore[arg-type]
 
 
+def told_ms(refusal: RequestError | None) -> int:
+    assert isinstance(refusal, QueueFull)
+    assert refusal.retry_after_ms is not None
+    return refusal.retry_after_ms
+
+
 async def ending(stream: Stream) -> Finished | Failed:
     last: object = None
     async for event in stream:
@@ -75,6 +81,83 @@ async def test_retry_after_is_about_when_half_of_the_queue_is_served(autojump_cl
         for stream in streams[20:40]:
             await ending(stream)
         assert told_s == pytest.approx(trio.current_time() - began_s, rel=0.5)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+async def test_refused_clients_come_back_one_after_the_other(autojump_clock: MockClock, spread: bool) -> None:
+    """Four hundred at once, all of whom come back when they are told, or once to twice as late: they are served as fast
+    as if they had all waited in the queue, and do not ask much oftener than that takes."""
+    source, attempts = random.Random(3), 0
+
+    async def client(engine: BatchEngine) -> None:
+        nonlocal attempts
+        while True:
+            attempts += 1
+            try:
+                stream = await engine.submit(request(tokens=10))
+            except QueueFull as refusal:
+                await trio.sleep(told_ms(refusal) / 1000 * (1 + spread * source.random()))
+            else:
+                await ending(stream)
+                return
+
+    async def crowd_s(engine: BatchEngine, count: int) -> float:
+        began_s = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for _ in range(count):
+                nursery.start_soon(client, engine)
+        return trio.current_time() - began_s
+
+    async with open_virtual_engine(config(max_queue_requests=400)) as (engine, _):
+        waiting_s = await crowd_s(engine, 400)
+    async with open_virtual_engine(config(max_queue_requests=16)) as (engine, _):
+        await crowd_s(engine, 20)  # the server has seen some load: it knows its own rate
+        await trio.sleep(100)  # and does not take a pause for service
+        attempts = 0
+        assert await crowd_s(engine, 400) < 1.05 * waiting_s
+        assert attempts < 4 * 400
+
+
+async def test_a_refusal_does_not_look_through_the_queue(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody less urgent waits nobody can give way: sorting a full queue would take longer than the refusal."""
+    async with open_virtual_engine(config(max_queue_requests=16)) as (engine, _):
+        await fill(engine, 16)
+        monkeypatch.setattr("wsbatch.admission.giving_way", lambda *_, **__: pytest.fail("looked through"))
+        assert isinstance(engine.turn_away(), QueueFull)
+        with pytest.raises(QueueFull):
+            await engine.submit(request())
+
+
+async def test_probes_expect_nobody_back(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_queue_requests=16)) as (engine, _):
+        await fill(engine, 16)
+        told = {told_ms(engine.refusal()) for _ in range(100)}
+        assert told == {engine.status().retry_after_ms}
+        assert told_ms(engine.turn_away()) in told
+        assert told_ms(engine.turn_away()) > max(told)
+
+
+async def test_a_queue_that_lasts_is_told_up_to_half_a_minute(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(max_queue_requests=16)) as (engine, _):
+        await fill(engine, 16)
+        told = [told_ms(engine.turn_away()) for _ in range(2000)]
+        assert told == sorted(told)
+        assert max(told) == 30_000
+        await trio.sleep(40)
+        await fill(engine, 16)
+        assert told_ms(engine.turn_away()) < 2 * told[0]  # they are all back
+
+
+async def test_what_would_miss_a_latency_goal_is_refused_unread(autojump_clock: MockClock) -> None:
+    async with open_virtual_engine(config(ttft_slo_ms=400.0)) as (engine, _):
+        await fill(engine, 0)
+        while engine.refusal() is None:
+            await engine.submit(request(tokens=200))
+        assert engine.full
+        with pytest.raises(QueueFull, match="over ttft_slo_ms 400"):
+            await engine.submit(request())
 
 
 async def test_the_least_urgent_is_shed_for_a_more_urgent_one(autojump_clock: MockClock) -> None:

@@ -1,6 +1,7 @@
 """The waiting set: order, ageing, sums of tokens."""
 
 import bisect
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -50,6 +51,7 @@ class WaitingQueue:
         self._ordered: list[Work] = []
         self._by_key: dict[int, Work] = {}
         self._tokens = 0
+        self._of_class: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._ordered)
@@ -68,6 +70,11 @@ class WaitingQueue:
         """Prompt tokens waiting."""
         return self._tokens
 
+    @property
+    def least_urgent(self) -> int:
+        """The least urgent class among the waiting; -1 where nobody waits."""
+        return max(self._of_class, default=-1)
+
     def add(self, work: Work) -> None:
         """Put a request in its place. The key must be new."""
         if work.key in self._by_key:
@@ -75,6 +82,7 @@ class WaitingQueue:
         bisect.insort(self._ordered, work, key=lambda item: item.order)
         self._by_key[work.key] = work
         self._tokens += len(work.token_ids)
+        self._of_class[work.priority] += 1
 
     def get(self, key: int) -> Work | None:
         """The waiting request with this key, if there is one."""
@@ -87,4 +95,5 @@ class WaitingQueue:
             index = bisect.bisect_left(self._ordered, work.order, key=lambda item: item.order)
             del self._ordered[index]
             self._tokens -= len(work.token_ids)
+            self._of_class -= Counter([work.priority])
         return work

@@ -13,7 +13,7 @@ from wsbatch.client.errors import ProtocolError
 from wsbatch.config import PoolConfig
 from wsbatch.engine import EngineState
 from wsbatch.errors import Draining, QueueFull, RequestError
-from wsbatch.messages import Failed, Finished, GenerateRequest, Hello, Status
+from wsbatch.messages import DEFAULT_PRIORITY, Failed, Finished, GenerateRequest, Hello, Status
 from wsbatch.metrics import EngineMetrics
 from wsbatch.pool.metrics import PoolMetrics
 from wsbatch.pool.placing import PrefixTable, choose
@@ -104,6 +104,11 @@ class EnginePool:
         await trio.sleep_forever()
         raise AssertionError
 
+    @property
+    def full(self) -> bool:
+        """See `Engine.full`."""
+        return self.refusal() is not None
+
     def refusal(self) -> RequestError | None:
         """Why any request made now would be refused; None if one may be let in."""
         if self._draining:
@@ -116,6 +121,10 @@ class EnginePool:
         if full is None:
             return QueueFull("no replica is there", retry_after_ms=1000)
         return QueueFull(f"all {len(ready)} replicas are full", retry_after_ms=full)
+
+    def turn_away(self, client: Client = NOBODY, priority: int = DEFAULT_PRIORITY) -> RequestError | None:
+        """See `Engine.turn_away`. Classes, and who is expected when, are the replicas' matter."""
+        return self.refusal()
 
     def status(self) -> Status:
         """The replicas' work, in sum; the longest wait and step of any."""

@@ -32,6 +32,7 @@ from wsbatch.stream import Stream
 # Refusals that are about the replica and not about the request: another one may take it.
 _ELSEWHERE = frozenset({"queue_full", "draining", "engine_dead", "quota", "shed"})
 
+_LONGEST_HOLD_MS = 1000
 _ANSWER_S = 1.0  # for a replica to say how a request ended that was cancelled there
 _LATE_S = 0.25  # a replica keeps a request's timeout, and knows better how it ended: the pool steps in after this
 
@@ -115,7 +116,8 @@ class Route:
         retries = [error.retry_after_ms for error in refusals if error.retry_after_ms is not None]
         retry_after_ms = max(50, min(retries, default=500))
         if self.stream.accepted is not None:
-            self._pool.hold(self, retry_after_ms=retry_after_ms)
+            # It was let in before those who are told to come back, and does not wait behind them.
+            self._pool.hold(self, retry_after_ms=min(retry_after_ms, _LONGEST_HOLD_MS))
         elif refusals:
             self.fail(QueueFull(f"no replica has room: {refusals[0].message}", retry_after_ms=retry_after_ms))
         else:

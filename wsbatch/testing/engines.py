@@ -9,7 +9,17 @@ from wsbatch.batching.fairness import NOBODY, Client
 from wsbatch.batching.picture import Picture, Watcher
 from wsbatch.engine import EngineState
 from wsbatch.errors import Draining, EngineDead, RequestError
-from wsbatch.messages import Accepted, BatchReport, Finished, FinishReason, GenerateRequest, Status, Timing, Usage
+from wsbatch.messages import (
+    DEFAULT_PRIORITY,
+    Accepted,
+    BatchReport,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    Status,
+    Timing,
+    Usage,
+)
 from wsbatch.metrics import EngineMetrics
 from wsbatch.steps import ModelInfo
 from wsbatch.stream import Stream
@@ -44,6 +54,11 @@ class ScriptedEngine:
         self._death: EngineDead | None = None
         self._died = trio.Event()
 
+    @property
+    def full(self) -> bool:
+        """Whether `submit` would raise now."""
+        return self.refusal() is not None
+
     def refusal(self) -> RequestError | None:
         """What a submit would raise now."""
         if self._death is not None:
@@ -51,6 +66,10 @@ class ScriptedEngine:
         if self.state == "draining":
             return Draining("the server is shutting down", retry_after_ms=1000)
         return self.refuse
+
+    def turn_away(self, client: Client = NOBODY, priority: int = DEFAULT_PRIORITY) -> RequestError | None:
+        """The same, to a client."""
+        return self.refusal()
 
     async def submit(
         self,
