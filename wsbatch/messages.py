@@ -15,6 +15,8 @@ TokenLogprobs: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
 DEFAULT_PRIORITY = 5
 """Of the classes 0 (most urgent) to 9, the one of a request that names none."""
 
+LEAST_URGENT = 9
+
 DEFAULT_MAX_TOKENS = 256
 """Of a request that names no `max_tokens`; less where the context has less room left."""
 

@@ -151,10 +151,13 @@ class Session:
                 received = await self._connection.receive()
             except Disconnected:
                 return
+            if self._deaf or self._turn_away(received.data):
+                received.release()
+                continue
+            message: ClientMessage | None = None
             try:
-                message = None if self._deaf else await self._decode(received.data)
+                message = await self._decode(received.data)
             except DecodeError as problem:
-                message = None
                 self._undecodable(problem)
             if isinstance(message, GenerateRequest):
                 self._generate(message, received, nursery)
@@ -192,6 +195,22 @@ class Session:
         except StopIteration as done:
             message: ClientMessage = done.value
             return message
+
+    def _turn_away(self, data: bytes | str) -> bool:
+        """Refuse a `generate` unread, where the engine is full: whether that was done.
+
+        So a refusal costs a small part of a request, and those who are too many take little from those who are served.
+        """
+        if not self._engine.full or (glance := self._codec.glance(data)) is None:
+            return False
+        id, priority = glance
+        # What this client alone has done wrong, the long way tells.
+        if id in self._live or len(self._live) >= self._config.max_live_requests:
+            return False
+        if (refusal := self._engine.turn_away(self._client, priority)) is None:
+            return False
+        self._refuse(id, refusal)
+        return True
 
     def _undecodable(self, problem: DecodeError) -> None:
         error = problem.error

@@ -188,6 +188,13 @@ def test_client_messages_round_trip(codec: Codec, message: ClientMessage) -> Non
 
 @CODEC_PAIR
 @FUZZ
+@given(message=requests())
+def test_a_glance_at_a_request_shows_its_id_and_priority(codec: Codec, message: GenerateRequest) -> None:
+    assert codec.glance(codec.encode_client(message)) == (message.id, message.priority)
+
+
+@CODEC_PAIR
+@FUZZ
 @given(message=server_messages)
 def test_server_messages_round_trip(codec: Codec, message: ServerMessage) -> None:
     assert codec.decode_server(codec.encode_server(message)) == message
@@ -229,8 +236,27 @@ msgpack_values = st.recursive(
 )
 
 
+def check_glance(codec: Codec, data: bytes | str) -> None:
+    """Whatever a glance sees, decoding sees too."""
+    glance = codec.glance(data)
+    if glance is None:
+        return
+    problem: DecodeError | None = None
+    try:
+        message = codec.decode_client(data)
+    except DecodeError as exc:
+        problem = exc
+    if problem is not None:
+        assert not problem.fatal
+        assert problem.id in (glance[0], None)
+    else:
+        assert isinstance(message, GenerateRequest)
+        assert glance == (message.id, message.priority)
+
+
 def check_decoding(codec: Codec, data: bytes | str) -> None:
     """Both directions: a message, or a DecodeError whose parts an error frame can carry."""
+    check_glance(codec, data)
     for decode in (codec.decode_client, codec.decode_server):
         caught: DecodeError | None = None
         try:

@@ -12,6 +12,7 @@ from wsbatch.errors import Draining, EngineDead, ModelError, QueueFull
 from wsbatch.messages import (
     Accepted,
     Cancel,
+    ClientMessage,
     DrainingNotice,
     Failed,
     Finished,
@@ -30,7 +31,7 @@ from wsbatch.session import MAX_BACKLOG, Session
 from wsbatch.testing.connections import MemoryConnection
 from wsbatch.testing.engines import ScriptedEngine
 from wsbatch.testing.worker import open_virtual_engine
-from wsbatch.wire import JSON, MSGPACK, Codec
+from wsbatch.wire import JSON, MSGPACK, Codec, MsgpackCodec
 
 
 class Fixture:
@@ -336,6 +337,57 @@ async def test_a_refusal_of_the_engine_is_one_error_frame(autojump_clock: trio.t
         fixture.engine.refuse = None
         await fixture.generate(1)
         assert isinstance(await fixture.client.hear(), Accepted)
+
+
+class Glancing(MsgpackCodec):
+    """Counts the messages that were decoded."""
+
+    decoded = 0
+
+    def decode_client(self, data: bytes | str) -> ClientMessage:
+        self.decoded += 1
+        return super().decode_client(data)
+
+
+async def test_a_full_engine_refuses_what_nobody_has_read(autojump_clock: trio.testing.MockClock) -> None:
+    """One answer each, with its own id; a hundred long texts are neither decoded nor submitted."""
+    async with session(codec=(codec := Glancing())) as fixture:
+        live = await fixture.generate(0)
+        await fixture.client.hear()
+        fixture.engine.refuse = QueueFull("full", retry_after_ms=250)
+        decoded, submitted = codec.decoded, len(fixture.engine.clients)
+        for id in range(1, 100):
+            await fixture.client.say(GenerateRequest(id=id, prompt="x" * 100_000, priority=id % 10))
+        assert [(each.id, each.code) for each in await fixture.hear_all(99)] == [
+            (i, "queue_full") for i in range(1, 100)
+        ]
+        assert (codec.decoded - decoded, len(fixture.engine.clients) - submitted) == (0, 0)
+        assert fixture.engine.metrics.refused.labels("queue_full")._value.get() == 99
+        # What is not about room is told as ever, and what is no `generate` is done.
+        await fixture.client.say(GenerateRequest(id=0, prompt="x"))
+        assert (await fixture.client.hear()).code == "duplicate_id"
+        await fixture.client.say(Cancel(0))
+        assert (await fixture.client.hear()).finish_reason == "cancelled"
+        assert not live.live
+
+
+async def test_an_urgent_request_is_let_in_by_a_full_queue(autojump_clock: trio.testing.MockClock) -> None:
+    config = EngineConfig(model="simulated", scheduler="continuous", max_batch_size=1, max_queue_requests=1)
+    async with open_virtual_engine(config) as (engine, _), trio.open_nursery() as nursery:
+        client = MemoryConnection(MSGPACK)
+        nursery.start_soon(Session(client, engine, ServerConfig(), codec=MSGPACK).run)
+        assert isinstance(await client.hear(), Hello)
+        long = SamplingParams(max_tokens=200)
+        answers = {}
+        for id, priority in enumerate((5, 8, 8, 5, 5)):
+            await client.say(GenerateRequest(id=id, prompt="x", priority=priority, sampling=long, stream=False))
+            await trio.sleep(0.1)
+        while len(answers) < 5:
+            frame = await client.hear()
+            if isinstance(frame, Failed | Finished):
+                answers[frame.id] = frame.code if isinstance(frame, Failed) else frame.finish_reason
+        assert answers == {0: "length", 1: "shed", 2: "queue_full", 3: "length", 4: "queue_full"}
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_failing_request_is_one_error_frame_after_its_tokens(autojump_clock: trio.testing.MockClock) -> None:

@@ -14,10 +14,10 @@ import msgpack  # type: ignore[import-untyped]
 from wsbatch.errors import BadRequest, RequestError, TooLarge, WsbatchError
 from wsbatch.messages import ClientMessage, RequestId, ServerMessage
 from wsbatch.wire.fields import WireLimits, shown
-from wsbatch.wire.frames import ClientFrames, LongArray, client_frame, read_server_frame, server_frame
+from wsbatch.wire.frames import GLANCED, ClientFrames, LongArray, client_frame, read_server_frame, server_frame
 from wsbatch.wire.json_walk import JsonWalk, Malformed, load_json
 from wsbatch.wire.msgpack_walk import Incomplete, MsgpackWalk, Unknown
-from wsbatch.wire.tally import Pairs, Tally
+from wsbatch.wire.tally import PIECE_BYTES, Pairs, Tally
 
 PROTOCOL_VERSION = 1
 
@@ -83,6 +83,20 @@ class Codec(ABC):
         except RequestError as exc:
             raise DecodeError(exc, id=self._id_of(frame)) from None
 
+    def glance(self, data: bytes | str) -> tuple[RequestId, int] | None:
+        """The id and the priority of a `generate`, of which nothing else is read: enough to refuse it.
+
+        It takes a small part of the time that decoding takes. The rest of the frame may be wrong. None where only
+        decoding can tell what the message is.
+        """
+        try:
+            frame = self._skim(data) if len(data) <= PIECE_BYTES else {}  # a longer one takes some milliseconds even so
+            if frame.get("type") == "generate":
+                return self._frames.read_glance(frame)
+        except (ValueError, RecursionError, msgpack.UnpackException, RequestError):
+            pass
+        return None
+
     def decode_server(self, data: bytes | str) -> ServerMessage | None:
         """The message a server sent; None for a type newer than this version. Raises DecodeError."""
         self._check_kind(data)
@@ -131,6 +145,10 @@ class Codec(ABC):
         """What `_pack` would make of a frame with long arrays."""
 
     @abstractmethod
+    def _skim(self, data: bytes | str) -> dict[object, object]:
+        """The `type`, `id` and `priority` of a frame, and perhaps others of its fields, without checking any."""
+
+    @abstractmethod
     def _check_kind(self, data: bytes | str) -> None:
         """Raises DecodeError for a text message where binary ones are spoken, and the other way round."""
 
@@ -163,6 +181,26 @@ class MsgpackCodec(Codec):
     def _pack(self, value: object) -> bytes:
         packed: bytes = self._packer.pack(value)
         return packed
+
+    def _skim(self, data: bytes | str) -> dict[object, object]:
+        if isinstance(data, str | Text):
+            return {}
+        # The bounds are on what is built: keys and three values. What is skipped is walked over.
+        unpacker = msgpack.Unpacker(
+            max_buffer_size=len(data),
+            max_str_len=self.limits.max_id_bytes,
+            max_bin_len=0,
+            max_array_len=0,
+            max_map_len=0,
+            max_ext_len=0,
+        )
+        unpacker.feed(data)
+        frame = {}
+        count = unpacker.read_map_header()
+        for _ in range(count):
+            key = unpacker.unpack()
+            frame[key] = unpacker.unpack() if key in GLANCED else unpacker.skip()
+        return frame if len(frame) == count and unpacker.tell() == len(data) else {}
 
     def _parts(self, frame: Mapping[str, object]) -> Iterator[bytes]:
         yield self._packer.pack_map_header(len(frame))
@@ -216,6 +254,15 @@ class JsonCodec(Codec):
 
     def _pack(self, value: object) -> str:
         return self._encoder.encode(value)
+
+    def _skim(self, data: bytes | str) -> dict[object, object]:
+        if not isinstance(data, str | Text):
+            return {}
+        pairs = json.loads(_encoded(data), object_pairs_hook=tuple)
+        if type(pairs) is not tuple:
+            return {}
+        frame = dict(pairs)
+        return frame if len(frame) == len(pairs) else {}
 
     def _parts(self, frame: Mapping[str, object]) -> Iterator[str]:
         before = "{"

@@ -11,6 +11,8 @@ from typing import Any, cast
 
 from wsbatch.errors import BadRequest
 from wsbatch.messages import (
+    DEFAULT_PRIORITY,
+    LEAST_URGENT,
     Accepted,
     BatchReport,
     BatchSnapshot,
@@ -26,6 +28,7 @@ from wsbatch.messages import (
     Limits,
     Ping,
     Pong,
+    RequestId,
     ServerMessage,
     Started,
     Status,
@@ -62,6 +65,9 @@ LOGPROB_FLOOR = -9999.0
 _SLICE_LOGPROBS = 128
 _SLICE_IDS = 4096
 
+GLANCED = ("type", "id", "priority")
+"""The fields that tell how to refuse a `generate`."""
+
 _CLIENT_TYPES = "generate, cancel, ping, get_status, watch, unwatch"
 
 
@@ -70,6 +76,7 @@ class ClientFrames:
 
     def __init__(self, limits: WireLimits) -> None:
         self.read_id = identifier(limits.max_id_bytes)
+        self._read_priority = integer(0, LEAST_URGENT)
         self._nonce = {"nonce": self.read_id}
         self._by_type: dict[str, Callable[[Mapping[str, object]], ClientMessage]] = {
             "generate": GenerateFields(limits).read,
@@ -79,6 +86,12 @@ class ClientFrames:
             "watch": lambda frame: Watch(),
             "unwatch": lambda frame: Unwatch(),
         }
+
+    def read_glance(self, frame: Mapping[Any, object]) -> tuple[RequestId, int]:
+        """The id and the priority of a `generate`. Raises BadRequest where either is wrong."""
+        priority = frame.get("priority")
+        read = DEFAULT_PRIORITY if priority is None else self._read_priority("priority", priority)
+        return self.read_id("id", frame.get("id")), read
 
     def read(self, frame: Mapping[str, object]) -> ClientMessage:
         """The message in one frame. Raises BadRequest or TooLarge."""

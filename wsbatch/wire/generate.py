@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from wsbatch.errors import BadRequest
-from wsbatch.messages import ChatMessage, GenerateRequest, SamplingParams
+from wsbatch.messages import LEAST_URGENT, ChatMessage, GenerateRequest, SamplingParams
 from wsbatch.wire.fields import (
     MAX_SAFE_INTEGER,
     MAX_TOKEN_ID,
@@ -47,7 +47,7 @@ class GenerateFields:
             "prompt": string(low=1),
             "token_ids": token_ids(low=1, high=limits.max_token_ids),
             "messages": array(_turn, low=1, high=limits.max_messages),
-            "priority": integer(0, 9),
+            "priority": integer(0, LEAST_URGENT),
             "timeout_ms": integer(1, limits.max_timeout_ms),
             "queue_timeout_ms": integer(1, limits.max_timeout_ms),
             "stream": boolean,
