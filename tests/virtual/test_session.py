@@ -1,6 +1,6 @@
 """One connection's session, in virtual time and in memory."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -344,9 +344,9 @@ class Glancing(MsgpackCodec):
 
     decoded = 0
 
-    def decode_client(self, data: bytes | str) -> ClientMessage:
+    def decoding(self, data: bytes | str) -> Generator[None, None, ClientMessage]:
         self.decoded += 1
-        return super().decode_client(data)
+        return super().decoding(data)
 
 
 async def test_a_full_engine_refuses_what_nobody_has_read(autojump_clock: trio.testing.MockClock) -> None:

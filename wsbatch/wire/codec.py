@@ -17,7 +17,7 @@ from wsbatch.wire.fields import WireLimits, shown
 from wsbatch.wire.frames import GLANCED, ClientFrames, LongArray, client_frame, read_server_frame, server_frame
 from wsbatch.wire.json_walk import JsonWalk, Malformed, load_json
 from wsbatch.wire.msgpack_walk import Incomplete, MsgpackWalk, Unknown
-from wsbatch.wire.tally import PIECE_BYTES, Pairs, Tally
+from wsbatch.wire.tally import Pairs, Tally
 
 PROTOCOL_VERSION = 1
 
@@ -49,6 +49,7 @@ class Codec(ABC):
     """
 
     subprotocol: str
+    _glance_bytes: int  # a longer message takes more than some milliseconds even so, at its worst
 
     def __init__(self, limits: WireLimits | None = None) -> None:
         self.limits = limits if limits is not None else WireLimits()
@@ -90,10 +91,10 @@ class Codec(ABC):
         decoding can tell what the message is.
         """
         try:
-            frame = self._skim(data) if len(data) <= PIECE_BYTES else {}  # a longer one takes some milliseconds even so
+            frame = self._skim(data) if len(data) <= self._glance_bytes else {}
             if frame.get("type") == "generate":
                 return self._frames.read_glance(frame)
-        except (ValueError, RecursionError, msgpack.UnpackException, RequestError):
+        except (ValueError, RecursionError, msgpack.UnpackException, RequestError, DecodeError):
             pass
         return None
 
@@ -174,6 +175,7 @@ class MsgpackCodec(Codec):
     """One msgpack map in each binary message."""
 
     subprotocol = "wsbatch.v1.msgpack"
+    _glance_bytes = 2**20
 
     # One packer for all frames: a new one would allocate its buffer each time.
     _packer = msgpack.Packer()
@@ -249,6 +251,7 @@ class JsonCodec(Codec):
     """The same maps as JSON, one in each text message."""
 
     subprotocol = "wsbatch.v1.json"
+    _glance_bytes = 65_536
 
     _encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
