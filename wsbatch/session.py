@@ -159,6 +159,9 @@ class Session:
                 message = await self._decode(received.data)
             except DecodeError as problem:
                 self._undecodable(problem)
+            except BaseException:
+                received.release()
+                raise
             if isinstance(message, GenerateRequest):
                 self._generate(message, received, nursery)
                 continue

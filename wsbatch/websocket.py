@@ -182,7 +182,10 @@ class WebSocket:
         raise _Refused(1008, f"the message was not complete within {self._config.message_timeout_s:g} s")
 
     async def _handle(self, event: Event) -> Received | None:
-        """Returns a message where one is complete. Raises _Refused."""
+        """Returns a message where one is complete: that is not lost to a cancellation. Raises _Refused."""
+        self._frames += 1
+        if self._frames % _TURN_FRAMES == 0:
+            await trio.lowlevel.checkpoint()
         received = None
         try:
             match event:
@@ -197,9 +200,6 @@ class WebSocket:
                     await self._part(event)
         except TooManyFrames as flood:
             raise _Refused(1008, str(flood)) from None
-        self._frames += 1
-        if self._frames % _TURN_FRAMES == 0:
-            await trio.lowlevel.checkpoint()
         return received
 
     def _gather(self, event: TextMessage | BytesMessage) -> Received | None:

@@ -9,6 +9,8 @@ import trio
 
 from wsbatch.config import EngineConfig, ServerConfig
 from wsbatch.errors import Draining, EngineDead, ModelError, QueueFull
+from wsbatch.input_budget import InputBudget
+from wsbatch.memory import FreedMemory
 from wsbatch.messages import (
     Accepted,
     Cancel,
@@ -41,11 +43,12 @@ class Fixture:
         self, codec: Codec = MSGPACK, submit_s: float = 0.0, decoding: trio.Lock | None = None, **settings: Any
     ) -> None:
         self.patience = Patience()
+        self.decoding = decoding or trio.Lock()
         self.engine = ScriptedEngine(submit_s=submit_s)
         self.client = MemoryConnection(codec)
         self.config = ServerConfig(**settings)
         self.session = Session(
-            self.client, self.engine, self.config, codec=codec, decoding=decoding, patience=self.patience
+            self.client, self.engine, self.config, codec=codec, decoding=self.decoding, patience=self.patience
         )
         self.ended = trio.Event()
 
@@ -180,6 +183,21 @@ async def test_others_have_their_turn_while_a_large_message_is_decoded(
             assert len(busy.client.frames) == len(also_busy.client.frames) == 1
         for fixture in (busy, also_busy):
             assert isinstance(await fixture.client.hear(), Accepted)
+
+
+async def test_a_message_that_was_not_decoded_gives_its_memory_back(autojump_clock: trio.testing.MockClock) -> None:
+    budget = InputBudget(1_000_000, FreedMemory())
+    fixture = Fixture(decoding=trio.Lock())
+    large = MSGPACK.encode_client(GenerateRequest(id=1, prompt="x" * 100_000))
+    async with fixture.decoding, trio.open_nursery() as nursery:
+        fixture.client.share = budget.share(60.0)
+        fixture.client.share.complete(len(large))
+        nursery.start_soon(fixture.run)
+        await fixture.client.say(large)
+        await trio.sleep(1)
+        assert budget.used_bytes == len(large)
+        nursery.cancel_scope.cancel()
+    assert budget.used_bytes == 0
 
 
 async def test_cancel_ends_only_its_own_request(autojump_clock: trio.testing.MockClock) -> None:

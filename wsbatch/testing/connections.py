@@ -5,6 +5,7 @@ from collections.abc import Hashable
 import trio
 
 from wsbatch.connection import Disconnected, Received
+from wsbatch.input_budget import Share
 from wsbatch.messages import ClientMessage, ServerMessage
 from wsbatch.wire import MSGPACK, Codec
 
@@ -18,6 +19,7 @@ class MemoryConnection:
         aborted: whether the session has aborted it.
         frames: messages sent so far, decoded.
         send_s: how long `send` takes to return once the client has the message.
+        share: of the memory for large messages, that each message brings.
         piece_s: how long it takes for a piece of a message that has more.
     """
 
@@ -28,6 +30,7 @@ class MemoryConnection:
         self.aborted = False
         self.frames: list[ServerMessage] = []
         self.send_s = self.piece_s = 0.0
+        self.share: Share | None = None
         self._codec = codec or MSGPACK
         self._send, self._receive = trio.open_memory_channel[bytes | str](1)
         self._heard = 0
@@ -62,7 +65,7 @@ class MemoryConnection:
     async def receive(self) -> Received:
         """See `connection.Connection`."""
         try:
-            return Received(await self._receive.receive())
+            return Received(await self._receive.receive(), self.share)
         except (trio.EndOfChannel, trio.ClosedResourceError):
             raise Disconnected from None
 
