@@ -42,6 +42,8 @@ from wsbatch.messages import (
     RequestId,
     SamplingParams,
     ServerMessage,
+    Started,
+    Status,
     Timing,
     Tokens,
     Usage,
@@ -190,8 +192,8 @@ async def test_leaving_early_cancels_and_late_frames_are_dropped(peer: Peer, aut
         async with client.generate("again") as stream:
             request = await peer.receive_request()
             assert request.id != id
-            await peer.send(finished(request.id))
-            assert await rest_of(stream) == [finished(request.id)]
+            await peer.send(accepted(request.id), finished(request.id))
+            assert await rest_of(stream) == [accepted(request.id), finished(request.id)]
 
 
 async def test_a_slow_consumer_holds_up_nobody(peer: Peer, autojump_clock: MockClock) -> None:
@@ -201,10 +203,10 @@ async def test_a_slow_consumer_holds_up_nobody(peer: Peer, autojump_clock: MockC
         client.generate("quick") as quick,
     ):
         first, second = (await peer.receive_request()).id, (await peer.receive_request()).id
-        await peer.send(*(tokens(first, i, i) for i in range(500)), finished(second))
-        assert await rest_of(quick) == [finished(second)]
+        await peer.send(accepted(first), *(tokens(first, i, i) for i in range(500)), accepted(second), finished(second))
+        assert await rest_of(quick) == [accepted(second), finished(second)]
         await peer.send(finished(first))
-        assert len(await rest_of(slow)) == 501
+        assert len(await rest_of(slow)) == 502
 
 
 async def test_many_at_once(peer: Peer, autojump_clock: MockClock, nursery: trio.Nursery) -> None:
@@ -229,14 +231,21 @@ async def test_many_at_once(peer: Peer, autojump_clock: MockClock, nursery: trio
 @pytest.mark.parametrize(
     ("events", "word"),
     [
-        ([tokens(1, 1, 5)], "token 0 was due, got 1"),
-        ([tokens(1, 0, 5, 6), tokens(1, 1, 6)], "token 2 was due, got 1"),
-        ([tokens(1, 0, 1, 2, 3, 4)], "over 3 tokens"),
+        ([accepted(1), tokens(1, 1, 5)], "token 0 was due, got 1"),
+        ([accepted(1), tokens(1, 0, 5, 6), tokens(1, 1, 6)], "token 2 was due, got 1"),
+        ([accepted(1), tokens(1, 0, 1, 2, 3, 4)], "over 3 tokens"),
+        ([accepted(1), finished(1, token_ids=(1, 2, 3, 4))], "over 3 tokens"),
+        ([tokens(1, 0, 5)], "tokens without having been accepted"),
+        ([finished(1)], "finished without having been accepted"),
+        ([Started(1)], "started without having been accepted"),
+        ([accepted(1), accepted(1)], "accepted twice"),
+        ([accepted(1), Started(1), Started(1)], "started twice"),
+        ([accepted(1), Tokens(1, 0, (5,), "", ((-0.5, ()),))], "0 logprobs were due, got 1"),
+        ([accepted(1), tokens(1, 0, 5, text="x" * 10_000)], "over 2048 characters of 1 tokens"),
     ],
-    ids=["gap", "repeat", "too many"],
 )
-async def test_missing_tokens_end_that_stream_only(
-    peer: Peer, autojump_clock: MockClock, events: list[Tokens], word: str
+async def test_frames_out_of_order_end_that_stream_only(
+    peer: Peer, autojump_clock: MockClock, events: list[ServerMessage], word: str
 ) -> None:
     async with (
         peer.connected() as client,
@@ -245,18 +254,27 @@ async def test_missing_tokens_end_that_stream_only(
     ):
         assert (await peer.receive_request()).id == 1
         id = (await peer.receive_request()).id
-        await peer.send(*events, tokens(id, 0, 5), finished(id))
+        await peer.send(*events, accepted(id), tokens(id, 0, 5), finished(id))
         with pytest.raises(ProtocolError, match=word):
             await rest_of(broken)
-        assert len(await rest_of(whole)) == 2
-        assert await peer.receive() == Cancel(1)
+        assert len(await rest_of(whole)) == 3
+        if not isinstance(events[-1], Finished):
+            assert await peer.receive() == Cancel(1)
+
+
+async def test_a_server_that_sends_statuses_unasked_fills_no_memory(peer: Peer, autojump_clock: MockClock) -> None:
+    status = Status("ready", 0, 0, 0, 0, 8, 0.0, 0.0)
+    async with peer.connected() as client:
+        peer.nursery.start_soon(lambda: peer.send(*(status for _ in range(1000))))
+        await trio.sleep(1)
+        assert len(client._statuses) <= 16
 
 
 async def test_resumed_tokens_are_counted(peer: Peer, autojump_clock: MockClock) -> None:
     async with peer.connected() as client, client.generate("a", resume_token_ids=[5, 6]) as stream:
         await peer.receive_request()
-        await peer.send(tokens(1, 2, 7), finished(1))
-        assert len(await rest_of(stream)) == 2
+        await peer.send(accepted(1), tokens(1, 2, 7), finished(1))
+        assert len(await rest_of(stream)) == 3
 
 
 async def test_a_cancelled_iteration_loses_nothing(peer: Peer, autojump_clock: MockClock) -> None:
@@ -303,7 +321,8 @@ async def test_an_unknown_code_is_kept(peer: Peer, autojump_clock: MockClock) ->
 async def test_tokens_before_an_error_are_delivered(peer: Peer, autojump_clock: MockClock) -> None:
     async with peer.connected() as client, client.generate("a") as stream:
         await peer.receive_request()
-        await peer.send(tokens(1, 0, 5), Failed(1, "model_error", 500, "broke"))
+        await peer.send(accepted(1), tokens(1, 0, 5), Failed(1, "model_error", 500, "broke"))
+        assert await anext(stream) == accepted(1)
         assert await anext(stream) == tokens(1, 0, 5)
         with pytest.raises(BY_CODE["model_error"]):
             await anext(stream)
@@ -318,8 +337,9 @@ async def test_values_without_a_form_on_the_wire_stay_here(peer: Peer, autojump_
         with pytest.raises(TypeError, match="temprature"):
             await client.complete("x", temprature=1)  # type: ignore[call-arg]
         async with client.generate("fine") as stream:
-            await peer.send(finished((await peer.receive_request()).id))
-            assert len(await rest_of(stream)) == 1
+            id = (await peer.receive_request()).id
+            await peer.send(accepted(id), finished(id))
+            assert len(await rest_of(stream)) == 2
 
 
 # --- retries --------------------------------------------------------------------------------------------------------
@@ -386,6 +406,7 @@ async def test_a_wait_for_a_retry_can_be_cancelled_and_taken_up_again(peer: Peer
             await anext(stream)
         assert trio.current_time() - start == 4
         peer.nursery.start_soon(finish_next, peer)
+        assert isinstance(await anext(stream), Accepted)
         assert isinstance(await anext(stream), Finished)
         assert trio.current_time() - start == 10
 
@@ -393,7 +414,7 @@ async def test_a_wait_for_a_retry_can_be_cancelled_and_taken_up_again(peer: Peer
 async def finish_next(peer: Peer) -> None:
     message = peer.codec.decode_client(await peer.websocket.get_message())
     assert isinstance(message, GenerateRequest)
-    await peer.send(finished(message.id))
+    await peer.send(accepted(message.id), finished(message.id))
 
 
 # --- the end of a connection ----------------------------------------------------------------------------------------
@@ -431,8 +452,9 @@ async def test_every_stream_learns_of_the_end(
     async with peer.connected() as client:
         async with client.generate("a") as first, client.generate("b") as second:
             await peer.receive_request()
-            await peer.send(tokens(1, 0, 5))
+            await peer.send(accepted(1), tokens(1, 0, 5))
             await end(peer)
+            assert await anext(first) == accepted(1)
             assert await anext(first) == tokens(1, 0, 5), "what had arrived is not lost"
             for stream in (first, second):
                 with trio.fail_after(1), pytest.raises(ConnectionLost, match=word) as caught:
@@ -533,6 +555,7 @@ async def opening_error(peer: Peer, **options: Any) -> BaseException:
         (503, [(b"Retry-After", b"3")], b"", QueueFull, 3000),
         (503, [(b"retry-after", b"Wed, 21 Oct 2026 07:28:00 GMT")], b"busy", QueueFull, None),
         (429, [(b"Retry-After", b"1")], b"", QuotaExceeded, 1000),
+        (503, [(b"Retry-After", b"9" * 5000)], b"", QueueFull, 86_400_000),
         (401, [], b"who are you?", Unauthorized, None),
         (404, [], b"no such page", Refused, None),
         (500, [], b"\xff\xfe", Refused, None),

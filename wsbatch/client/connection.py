@@ -14,6 +14,7 @@ import trio
 import trio_websocket
 
 from wsbatch.client.errors import ProtocolError, error_of
+from wsbatch.client.progress import Progress
 from wsbatch.client.request import GenerateParams, Prompt, build_request
 from wsbatch.client.stream import Completion, Jitter, Sink, TokenStream
 from wsbatch.client.watch import BatchWatch
@@ -37,6 +38,8 @@ from wsbatch.messages import (
 )
 from wsbatch.wire import PROTOCOL_VERSION, Codec, DecodeError
 
+_MAX_STATUSES = 16
+
 
 class Client:
     """An open connection; made by `connect`.
@@ -44,6 +47,8 @@ class Client:
     Attributes:
         hello: what the server said of itself: model, limits, state.
         draining: set once the server has said that it is shutting down.
+        heard_s: when the last message came, in seconds on trio's clock.
+        close_code: with which the server closed; None while it has not, and where the connection broke.
     """
 
     def __init__(
@@ -57,19 +62,21 @@ class Client:
     ) -> None:
         self.hello = hello
         self.draining: DrainingNotice | None = None
+        self.close_code: int | None = None
         self._websocket = websocket
         self._stream = stream
         self._codec = codec
         self._jitter = jitter
         self._ids = itertools.count(1)
-        self._streams: dict[RequestId, Sink] = {}
+        self._streams: dict[RequestId, tuple[Sink, Progress]] = {}
         self._watch: BatchWatch | None = None
-        self._statuses: deque[Status] = deque()  # answers that are still to be taken, in the order of the questions
+        # Answers that are still to be taken, in the order of the questions. A server may send more than was asked for.
+        self._statuses: deque[Status] = deque(maxlen=_MAX_STATUSES)
         self._status_came = trio.Event()
         self._ended = trio.Event()
         self._lost: str | None = None
         self._refusal: RequestError | None = None  # what the server said of the connection as a whole
-        self._heard_at = trio.current_time()
+        self.heard_s = trio.current_time()
         # One task writes: a cancelled write leaves half a frame behind, so no task of the user's may do it.
         self._outgoing, self._unsent = trio.open_memory_channel[bytes | str](math.inf)
         self._closed = trio.Event()
@@ -130,6 +137,11 @@ class Client:
         """Requests whose terminal frame is still to come."""
         return len(self._streams)
 
+    @property
+    def lost(self) -> bool:
+        """Whether the connection has ended."""
+        return self._lost is not None
+
     async def status(self) -> Status:
         """How much work the server has. Waits for its answer; one call at a time. Raises ConnectionLost."""
         if self._lost is not None:
@@ -162,7 +174,7 @@ class Client:
         if size > most:
             # The server would close the connection over it, and with it every other stream.
             raise TooLarge(f"the request has {size} bytes, the server takes {most}")
-        self._streams[stream.request.id] = stream
+        self._streams[stream.request.id] = stream, Progress(stream.request)
         self._outgoing.send_nowait(data)
 
     def cancel(self, id: RequestId) -> None:
@@ -180,15 +192,16 @@ class Client:
         error.__cause__ = self._refusal
         return error
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, why: str, *, close_code: int | None = None) -> None:
         """The connection has ended, or must: say so to every stream, once."""
         if self._lost is None:
             self._lost = why
+            self.close_code = close_code
             self._outgoing.close()
             self._ended.set()
             self._status_came.set()
             streams, self._streams = self._streams, {}
-            for stream in streams.values():
+            for stream, _ in streams.values():
                 stream.fail(self._connection_lost())
             if self._watch is not None:
                 self._watch.fail(self._connection_lost())
@@ -198,12 +211,12 @@ class Client:
         try:
             while True:
                 data = await self._websocket.get_message()
-                self._heard_at = trio.current_time()
+                self.heard_s = trio.current_time()
                 message = self._codec.decode_server(data)
                 if message is not None:
                     self._dispatch(message)
         except trio_websocket.ConnectionClosed as exc:
-            self._lose(closing(exc))
+            self._lose(closing(exc), close_code=close_code(exc))
         except DecodeError as exc:
             self._lose(f"the server sent a frame that cannot be read: {exc}")
 
@@ -212,11 +225,13 @@ class Client:
             case Failed(id=None):
                 self._refusal = error_of(message)
             case Tokens(id=id) | Accepted(id=id) | Started(id=id) | Finished(id=id) | Failed(id=int(id) | str(id)):
-                if (stream := self._streams.get(id)) is None:  # left before its end
+                if id not in self._streams:  # left before its end
                     return
+                stream, progress = self._streams[id]
                 if isinstance(message, Finished | Failed):
                     del self._streams[id]
                 try:
+                    progress.check(message)
                     stream.deliver(message)
                 except ProtocolError as exc:
                     stream.fail(exc)
@@ -236,25 +251,25 @@ class Client:
                 await self._websocket.send_message(data)
             await self._websocket.aclose()
         except trio_websocket.ConnectionClosed as exc:
-            self._lose(closing(exc))
+            self._lose(closing(exc), close_code=close_code(exc))
         finally:
             self._closed.set()
 
     async def keep_alive(self, silence_s: float) -> None:
         """Ping a silent server; give the connection up where it stays silent. Any message counts as life."""
         while self._lost is None:
-            await trio.sleep_until(self._heard_at + silence_s)
-            heard_at = self._heard_at
-            if trio.current_time() < heard_at + silence_s:
+            await trio.sleep_until(self.heard_s + silence_s)
+            heard_s = self.heard_s
+            if trio.current_time() < heard_s + silence_s:
                 continue
             try:
                 # ping() waits for the pong, and does not wake when the connection dies.
                 with trio.move_on_after(silence_s):
                     await self._websocket.ping()
-                    self._heard_at = trio.current_time()
+                    self.heard_s = trio.current_time()
             except trio_websocket.ConnectionClosed:
                 return
-            if self._heard_at == heard_at:
+            if self.heard_s == heard_s:
                 self._lose(f"the server has been silent for {2 * silence_s:g} s")
                 # The ping may be half written: nothing more can be said on this connection.
                 await trio.aclose_forcefully(self._stream)
@@ -278,6 +293,10 @@ async def greeting(websocket: trio_websocket.WebSocketConnection, codec: Codec) 
     if not isinstance(message, Hello) or message.version != PROTOCOL_VERSION:
         raise ProtocolError(f"a hello of version {PROTOCOL_VERSION} was due, got {message}")
     return message
+
+
+def close_code(exc: trio_websocket.ConnectionClosed) -> int | None:
+    return None if exc.reason is None or exc.reason.code == 1006 else exc.reason.code
 
 
 def closing(exc: trio_websocket.ConnectionClosed) -> str:

@@ -21,8 +21,19 @@ class Refused(WsbatchError):
         self.status = status
 
 
+# What a server may ask for at most: a day. A longer time would never be waited for.
+_MAX_RETRY_AFTER_MS = 86_400_000
+# Of a server's own words, so many characters are kept.
+_MAX_WORDS = 1000
+
 # For answers without an error frame in the body: from a proxy, say.
 _BY_STATUS: dict[int, type[RequestError]] = {401: Unauthorized, 429: QuotaExceeded, 503: QueueFull}
+
+
+def printable(text: str) -> str:
+    """A peer's words for a log line or a terminal: escaped where they would be more than text, and cut where long."""
+    words = text if len(text) <= _MAX_WORDS else f"{text[:_MAX_WORDS]}…"
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in words)
 
 
 def error_of(failed: Failed) -> RequestError:
@@ -33,7 +44,10 @@ def error_of(failed: Failed) -> RequestError:
     known = BY_CODE.get(failed.code)
     if known is None:
         known = type("RequestError", (RequestError,), {"code": failed.code, "status": failed.status})
-    return known(failed.message, retry_after_ms=failed.retry_after_ms)
+    retry_after_ms = failed.retry_after_ms
+    if retry_after_ms is not None:
+        retry_after_ms = min(retry_after_ms, _MAX_RETRY_AFTER_MS)
+    return known(failed.message[:_MAX_WORDS], retry_after_ms=retry_after_ms)
 
 
 def refusal_of(status: int, headers: tuple[tuple[bytes, bytes], ...], body: bytes | None) -> WsbatchError:
@@ -54,5 +68,6 @@ def refusal_of(status: int, headers: tuple[tuple[bytes, bytes], ...], body: byte
 def _retry_after_ms(headers: tuple[tuple[bytes, bytes], ...]) -> int | None:
     for name, value in headers:
         if name.lower() == b"retry-after" and value.isdigit():
-            return int(value) * 1000
+            # Python refuses to read numbers of thousands of digits.
+            return min(int(value) * 1000, _MAX_RETRY_AFTER_MS) if len(value) < 10 else _MAX_RETRY_AFTER_MS
     return None
