@@ -28,6 +28,7 @@ from wsbatch.wire import CODECS, SUBPROTOCOLS, WireLimits
 _SHUTDOWN_S = 0.5
 # A connection that drains stays open at least this long, for what was on its way when the client was told.
 _LAST_WORDS_S = 0.5
+_NAP_S = 0.005
 
 
 async def serve(
@@ -104,6 +105,7 @@ class Server:
         )
         self._scope = trio.CancelScope(shield=True)
         self._drain_by: float | None = None
+        self._goodbyes_s = 0.0  # of the grace, kept for closing connections
         self._stopping = trio.Event()
         self._idle = trio.Event()
         self._done = trio.Event()
@@ -201,7 +203,10 @@ class Server:
             await self._drain(self._drain_by)
         code, reason = (1011, "the engine died") if self._engine.state == "dead" else (1001, "drained")
         for session in list(self._sessions):
-            session.end(code, reason, within_s=self._closing_s())
+            session.end(code, reason, within_s=inf)
+        await self._until_idle_at_most(self._closing_s())
+        for session in list(self._sessions):
+            session.end(code, reason, within_s=0.0)
         await self._until_idle()
 
     async def _drain(self, by_s: float) -> None:
@@ -212,16 +217,32 @@ class Server:
         grace_s = max(0.0, left_s - closing_s)
         for session in self._sessions:
             session.drain(deadline_ms=round(grace_s * 1000), open_s=_LAST_WORDS_S)
+        last_words_s = min(_LAST_WORDS_S, closing_s / 2)
+        self._goodbyes_s = closing_s - last_words_s
         # The engine keeps the grace itself; the second bound is for one that hangs.
-        with trio.move_on_at(by_s - closing_s + min(_LAST_WORDS_S, closing_s / 2)):
+        with trio.move_on_at(by_s - self._goodbyes_s):
             await self._engine.drain(grace_s)
             with trio.move_on_after(_LAST_WORDS_S):
                 await self._until_idle()
 
     def _closing_s(self) -> float:
-        """How long a connection may take to close, from now on."""
+        """How long a connection may take to close, from now on: at least what was kept for that."""
         left_s = inf if self._drain_by is None else self._drain_by - trio.current_time()
-        return max(0.0, min(self._config.close_timeout_s, left_s))
+        return min(self._config.close_timeout_s, max(left_s, self._goodbyes_s))
+
+    async def _until_idle_at_most(self, at_most_s: float) -> None:
+        """Wait so long for the sessions to end. Time in which the loop was held does not count, as long as frames go
+        out: it is not the clients who are late."""
+        left_s, sent = at_most_s - 2 * _NAP_S, -1
+        while left_s > 0:
+            napping_s = trio.current_time()
+            with trio.move_on_after(_NAP_S):
+                await self._until_idle()
+                return
+            held = trio.current_time() - napping_s >= 2 * _NAP_S
+            before, sent = sent, sum(session.sent_frames for session in self._sessions)
+            if not held or sent == before:
+                left_s -= _NAP_S
 
     async def _until_idle(self) -> None:
         while self._sessions:

@@ -14,6 +14,8 @@ from wsbatch.connection import Connection, Disconnected, Received
 from wsbatch.engine import Engine
 from wsbatch.errors import BadRequest, DuplicateId, QuotaExceeded, RequestError
 from wsbatch.messages import (
+    Accepted,
+    BatchReport,
     Cancel,
     ClientMessage,
     DrainingNotice,
@@ -27,7 +29,9 @@ from wsbatch.messages import (
     Pong,
     RequestId,
     ServerMessage,
+    Timing,
     Unwatch,
+    Usage,
     Watch,
 )
 from wsbatch.patience import Patience
@@ -38,21 +42,25 @@ from wsbatch.wire import PROTOCOL_VERSION, Codec, DecodeError
 
 # Answers (errors, pongs) that a client may leave unread before it is taken for a flood.
 MAX_BACKLOG = 1024
+_NO_BATCH = BatchReport(0, 0.0, 0, 0, 0.0)
 
 
 class _Live:
     """One request of this connection, from its frame to its terminal event."""
 
-    __slots__ = ("cancelled", "stream")
+    __slots__ = ("cancelled", "stream", "submitting")
 
     def __init__(self) -> None:
         self.stream: Stream | None = None  # None while the engine is still deciding
+        self.submitting = trio.CancelScope()
         self.cancelled = False
 
     def cancel(self) -> None:
         self.cancelled = True
         if self.stream is not None:
             self.stream.cancel()
+        else:
+            self.submitting.cancel()
 
 
 class Session:
@@ -65,6 +73,9 @@ class Session:
         decoding: held while a message is decoded that takes more than one step: shared by the sessions of a server, so
             that the event loop does one such step a turn, and there is one half-built message at a time.
         patience: for what the client has to read in time.
+
+    Attributes:
+        sent_frames: written so far.
     """
 
     def __init__(
@@ -77,6 +88,7 @@ class Session:
         decoding: trio.Lock | None = None,
         patience: Patience | None = None,
     ) -> None:
+        self.sent_frames = 0
         self._connection = connection
         self._engine = engine
         self._config = config
@@ -240,16 +252,22 @@ class Session:
 
     async def _submit(self, request: GenerateRequest, live: _Live, received: Received) -> None:
         try:
-            live.stream = await self._engine.submit(request, client=self._client, on_event=self._on_event)
+            with live.submitting:
+                live.stream = await self._engine.submit(request, client=self._client, on_event=self._on_event)
         except RequestError as error:
             del self._live[request.id]
             self._answer(_failed(request.id, error))
-        else:
-            live.stream.tell_start = self._tells_starts
-            if live.cancelled:
-                live.stream.cancel()
+            return
         finally:
             received.release()
+        if live.stream is None:  # cancelled before the engine had decided
+            del self._live[request.id]
+            self._answer(Accepted(request.id, 0, 0, request.sampling.seed or 0))
+            self._answer(Finished(request.id, "cancelled", "", Usage(0, 0), Timing(0, 0, 0, 0), _NO_BATCH))
+            return
+        live.stream.tell_start = self._tells_starts
+        if live.cancelled:
+            live.stream.cancel()
 
     def _on_event(self, stream: Stream) -> None:
         self._ready[stream] = None
@@ -323,6 +341,7 @@ class Session:
             await self._send_piece(piece, last=False)
             piece = following
         await self._send_piece(piece, last=True)
+        self.sent_frames += 1
 
     async def _send_piece(self, piece: bytes | str, *, last: bool) -> None:
         self._writing.deadline = min(trio.current_time() + self._config.send_timeout_s, self._end_by)

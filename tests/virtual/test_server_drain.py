@@ -44,7 +44,8 @@ class Fixture:
 
     async def generate(self, client: BareClient, id: int = 1, max_tokens: int = 5) -> None:
         await client.send(GenerateRequest(id=id, prompt="x", sampling=SamplingParams(max_tokens=max_tokens)))
-        assert isinstance(await client.receive(), Accepted)
+        while not isinstance(await client.receive(), Accepted):
+            pass
 
     async def http(self, path: str) -> tuple[int, bytes]:
         stream = await self.listener.connect()
@@ -271,6 +272,38 @@ async def test_probes_tell_of_a_dead_engine(autojump_clock: trio.testing.MockClo
         status, body = await fixture.http("/readyz")
         assert status == 503
         assert b"engine_dead" in body
+
+
+@pytest.mark.parametrize("held_s", [0.1, 1.0])
+async def test_a_slow_loop_takes_nobodys_last_word(autojump_clock: trio.testing.MockClock, held_s: float) -> None:
+    """Each turn of the loop takes long because of other things: the drain takes longer, and loses nothing."""
+    async with serving(drain_s=4.0, ping_interval_s=600.0) as fixture:  # these clients answer no pings
+        clients = [await fixture.connect() for _ in range(5)]
+        for client in clients:
+            for id in range(20):
+                await fixture.generate(client, id=id, max_tokens=100_000)
+        results: list[list[Any]] = []
+
+        async def collect(client: BareClient) -> None:
+            results.append(await rest(client))
+
+        async def hold() -> None:
+            while True:
+                autojump_clock.jump(held_s)
+                await trio.lowlevel.checkpoint()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(hold)
+            async with trio.open_nursery() as reading:
+                for client in clients:
+                    reading.start_soon(collect, client)
+                await fixture.server.drain()
+            nursery.cancel_scope.cancel()
+        assert len(results) == 5
+        for frames in results:
+            ended = {frame.id for frame in frames if isinstance(frame, Finished)}
+            assert ended == set(range(20))
+            assert frames[-1].code == 1001
 
 
 class HangingEngine(ScriptedEngine):
