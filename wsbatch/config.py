@@ -252,10 +252,24 @@ class ServerConfig(Settings):
 class PoolConfig(Settings):
     """How a router treats its replicas."""
 
-    connections: int = setting(4, "connections to each replica; requests are multiplexed on them", least=1, most=64)
+    connections: int = setting(
+        4,
+        "connections to each replica for requests, which are multiplexed on them; one more is for probes",
+        least=1,
+        most=64,
+    )
     status_interval_ms: float = setting(100.0, "how often each replica is asked how much work it has", least=1)
     stall_s: float = setting(
         30.0, "a replica is taken out when a step of its lasts longer, or when it is silent for so long", least=0.05
+    )
+    accept_timeout_s: float = setting(
+        10.0, "a replica must accept or refuse a request within this, or another one is asked", least=0.01
+    )
+    request_stall_s: float = setting(
+        120.0,
+        "a request of which its replica says nothing for so long, or gives fewer than 32 tokens in that time, goes on "
+        "elsewhere",
+        least=0.05,
     )
     resume_timeout_s: float = setting(
         60.0, "how long a request whose replica was lost may wait for another one to go on with it", least=0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wsbatch.config import EngineConfig, ServerConfig, Settings
+from wsbatch.config import EngineConfig, PoolConfig, ServerConfig, Settings
 from wsbatch.metrics import EngineMetrics
 
 ROOT = Path(__file__).parent.parent.parent
@@ -70,7 +70,7 @@ TABLES = {
 
 
 THREATS = re.compile(r"(?<=^\| threat or fault ).*?(?=\n\n)", re.DOTALL | re.MULTILINE)
-DEFAULTS = {spec.name: shown(spec.default) for config in (ServerConfig, EngineConfig) for spec in fields(config)}
+DEFAULTS = {spec.name: shown(spec.default) for config in (ServerConfig, EngineConfig, PoolConfig) for spec in fields(config)}
 
 
 def threats() -> list[list[str]]:

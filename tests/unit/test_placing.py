@@ -1,8 +1,10 @@
 """Where a request goes: the pure part."""
 
-from wsbatch.messages import ChatMessage, GenerateRequest, SamplingParams
-from wsbatch.pool.placing import PrefixTable, beginnings, choose, estimated_tokens
-from wsbatch.pool.suspicion import INNOCENT_TOKENS, Suspicion
+import pytest
+
+from wsbatch.messages import ChatMessage, GenerateRequest, Limits, SamplingParams
+from wsbatch.pool.placing import PrefixTable, beginnings, choose, estimated_tokens, needs
+from wsbatch.pool.suspicion import INNOCENT_TOKENS, MISHAPS, Mishap, Suspicion
 
 
 def asked(prompt: str) -> tuple[int, ...]:
@@ -64,8 +66,24 @@ def test_the_holder_is_chosen_within_the_slack() -> None:
 
 def test_who_is_taken_for_the_cause_of_losses() -> None:
     innocent = Suspicion()
-    assert [innocent.lost(started=True, tokens=tokens) for tokens in (0, INNOCENT_TOKENS, 40, 400)] == [False] * 4
-    assert innocent.lost(started=True, tokens=400 + INNOCENT_TOKENS - 1)
-    assert [Suspicion().lost(started=True, tokens=tokens) for tokens in (0, 100)] == [False, False]
-    queued = Suspicion()
-    assert [queued.lost(started=False, tokens=0) for _ in range(3)] == [False, False, True]
+    assert [innocent.note("killed", None, tokens=tokens) for tokens in (0, INNOCENT_TOKENS, 40, 400)] == [False] * 4
+    assert innocent.note("killed", None, tokens=400 + INNOCENT_TOKENS - 1)
+    assert [Suspicion().note("killed", None, tokens=tokens) for tokens in (0, 100)] == [False, False]
+
+
+@pytest.mark.parametrize("mishap", MISHAPS)
+def test_mishaps_in_a_row_are_bounded(mishap: Mishap) -> None:
+    request = Suspicion()
+    assert [request.note(mishap, None, tokens=3) for _ in range(MISHAPS[mishap])] == [
+        *[False] * (MISHAPS[mishap] - 1),
+        True,
+    ]
+    assert request.faults == (0 if mishap == "moved" else MISHAPS[mishap])
+    assert not request.note(mishap, None, tokens=3 + INNOCENT_TOKENS)
+
+
+def test_needs_are_what_is_known_of_a_request() -> None:
+    limits = Limits(max_model_len=100, max_message_bytes=1000, max_live_requests=8, max_logprobs=5)
+    for tokens, logprobs, met in [(60, None, True), (61, None, False), (60, 5, True), (60, 6, False)]:
+        sampling = SamplingParams(max_tokens=tokens, logprobs=logprobs)
+        assert needs(GenerateRequest(token_ids=(1,) * 40, sampling=sampling)).met_by(limits) == met

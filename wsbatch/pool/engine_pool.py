@@ -16,9 +16,11 @@ from wsbatch.errors import Draining, QueueFull, RequestError
 from wsbatch.messages import DEFAULT_PRIORITY, Failed, Finished, GenerateRequest, Hello, Status
 from wsbatch.metrics import EngineMetrics
 from wsbatch.pool.metrics import PoolMetrics
-from wsbatch.pool.placing import PrefixTable, choose
-from wsbatch.pool.replica import Dial, Kind, Replica
+from wsbatch.pool.patience import PatienceClock
+from wsbatch.pool.placement import Placement
+from wsbatch.pool.replica import Kind, Replica
 from wsbatch.pool.route import Route
+from wsbatch.pool.upkeep import Dial, Upkeep
 from wsbatch.steps import ModelInfo
 from wsbatch.stream import Stream
 from wsbatch.timers import Timers
@@ -35,30 +37,38 @@ class EnginePool:
     def __init__(self, config: PoolConfig | None = None) -> None:
         self.metrics = EngineMetrics()
         self.replicas: dict[str, Replica] = {}
-        self._config = config or PoolConfig()
+        self.config = config or PoolConfig()
+        self.clock = PatienceClock()
+        self._upkeeps: dict[Replica, Upkeep] = {}
         self._hello: Hello | None = None  # of the kind that has been here the longest
         self._first = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._routes: dict[int, Route] = {}
         self._held: dict[int, Route] = {}
-        self._prefixes: PrefixTable[Replica] = PrefixTable()
+        self._placement = Placement(self.config)
         self._last_key = 0
         self._draining = False
         self._ended = trio.lowlevel.ParkingLot()  # who waits for requests to end, here or on a replica
         self._timers = Timers(self._wake)
         self._picture = Picture("pool", 0, now_s=trio.current_time())
         self.metrics.watch(lambda: self._count()[1], lambda: self._count()[0], lambda: None)
-        self._pool_metrics = PoolMetrics(self.metrics.registry, lambda: len(self._ready()))
+        self._pool_metrics = PoolMetrics(
+            self.metrics.registry,
+            ready=lambda: len(self._ready()),
+            ejected=lambda: sum(replica.health.ejected for replica in self._ready()),
+        )
 
     def __repr__(self) -> str:
         return f"<EnginePool {self.state}: {len(self._routes)} live, {list(self.replicas.values())}>"
 
     @property
     def info(self) -> ModelInfo:
-        """Of the replicas; of several revisions, the one that was here first. Ids are checked by the replicas."""
+        """Of the replicas; of several revisions, the one that was here first. The length is what the largest of them
+        takes. Ids are checked by the replicas."""
         assert self._hello is not None, "wait_ready first"
         hello = self._hello
-        length = hello.limits.max_model_len
+        limits = [replica.limits for replica in self._ready() if replica.limits is not None] or [hello.limits]
+        length = max(limit.max_model_len for limit in limits)
         return ModelInfo(hello.model, hello.revision, hello.dtype, "replicas", length, _ANY_TOKEN_ID, frozenset())
 
     @property
@@ -66,20 +76,16 @@ class EnginePool:
         """ready or draining; a pool does not die, even where all its replicas are away."""
         return "draining" if self._draining else "ready"
 
-    @property
-    def max_unread_tokens(self) -> int:
-        """See `PoolConfig`."""
-        return self._config.max_unread_tokens
-
     def add(self, name: str, dial: Dial) -> Replica:
         """Take a replica in; it is used from when it is ready on. Raises ValueError for a name that is taken."""
         if name in self.replicas:
             raise ValueError(f"replica {name!r} is there already")
         replica = self.replicas[name] = Replica(
-            name, dial, self._config, admit=self._admit, on_change=self._changed, on_lost=self._prefixes.forget
+            name, self.config, clock=self.clock, on_change=self._changed, on_lost=self._placement.forget
         )
+        upkeep = self._upkeeps[replica] = Upkeep(replica, dial, self.config, clock=self.clock, admit=self._admit)
         if self._nursery is not None:
-            self._nursery.start_soon(replica.run)
+            self._nursery.start_soon(upkeep.run)
         return replica
 
     async def remove(self, name: str, grace_s: float = 0.0) -> None:
@@ -94,6 +100,7 @@ class EnginePool:
                 route.vacate()
         await self._wait_ended(_LAST_ANSWERS_S, lambda: replica.live)
         replica.scope.cancel()
+        del self._upkeeps[replica]
 
     async def wait_ready(self) -> None:
         """Wait for the first replica to answer."""
@@ -186,57 +193,48 @@ class EnginePool:
             stream.cancel()
 
     async def drain(self, grace_s: float) -> None:
-        """See `Engine.drain`. The replicas themselves are left as they are."""
+        """See `Engine.drain`. The replicas themselves are left as they are. Cancelled, it ends what is live at once."""
         self._draining = True
-        await self._wait_ended(grace_s, lambda: len(self._routes))
-        for route in list(self._routes.values()):
-            route.end("shutdown")
-        await self._wait_ended(_LAST_ANSWERS_S, lambda: len(self._routes))
+        try:
+            await self._wait_ended(grace_s, lambda: len(self._routes))
+            for route in list(self._routes.values()):
+                route.end("shutdown")
+            await self._wait_ended(_LAST_ANSWERS_S, lambda: len(self._routes))
+        finally:
+            self._end_all()
 
     async def run(self) -> None:
         """Keep up the connections to the replicas until cancelled; then what is live ends with `shutdown`."""
         try:
             async with trio.open_nursery() as self._nursery:
-                for replica in self.replicas.values():
-                    self._nursery.start_soon(replica.run)
+                self._nursery.start_soon(self.clock.run)
+                for upkeep in self._upkeeps.values():
+                    self._nursery.start_soon(upkeep.run)
                 await self._timers.run()
         finally:
             self._nursery = None
-            for route in list(self._routes.values()):
-                if route.stream.accepted is not None:
-                    route.end("shutdown")
+            self._end_all()
 
     # What routes need.
 
     def place(self, route: Route) -> Replica | None:
         """See `interface.Pool`."""
-        work = {
-            replica: replica.work_tokens
-            for replica in self._ready()
-            if replica not in route.tried
-            and replica.retry_after_ms is None
-            and (route.kind is None or route.kind == replica.kind)
-        }
-        if not work:
-            return None
-        chosen = choose(work, self._prefixes.holder(route.hashes), slack_tokens=self._config.affinity_tokens)
-        self._prefixes.remember(route.hashes, chosen)
+        chosen = self._placement.place(route, self._ready())
         # The next one looks at the others first, where all have the same to do.
-        if self.replicas.get(chosen.name) is chosen:
+        if chosen is not None and self.replicas.get(chosen.name) is chosen:
             self.replicas[chosen.name] = self.replicas.pop(chosen.name)
         return chosen
+
+    def fits_elsewhere(self, route: Route) -> bool:
+        """See `interface.Pool`."""
+        return self._placement.fits_elsewhere(route, self._ready())
 
     def has(self, kind: Kind) -> bool:
         """See `interface.Pool`."""
         return "" not in kind and any(replica.kind == kind for replica in self.replicas.values())
 
-    def hold(self, route: Route, *, retry_after_ms: int) -> None:
+    def hold(self, route: Route) -> None:
         """See `interface.Pool`."""
-        now_s = trio.current_time()
-        route.not_before_s = now_s + retry_after_ms / 1000
-        if route.give_up_s is None:
-            route.give_up_s = now_s + self._config.resume_timeout_s
-            self.wake_at(route, route.give_up_s)
         self._held[route.key] = route
 
     def wake_at(self, route: Route, at_s: float) -> None:
@@ -274,17 +272,27 @@ class EnginePool:
 
     def _changed(self, replica: Replica) -> None:
         """It is ready, or has said how much work it has."""
-        if self._hello is None or not self.has((self._hello.revision, self._hello.dtype)):
-            self._hello = replica.hello
+        if replica.state == "ready":
+            assert replica.hello is not None
+            if self._hello is not None and replica.hello.model != self._hello.model:  # connected at the same time
+                replica.lose(f"it serves {replica.hello.model!r}, the others {self._hello.model!r}")
+                return
+            if self._hello is None or not self.has((self._hello.revision, self._hello.dtype)):
+                self._hello = replica.hello
             self._first.set()
         now_s = trio.current_time()
         for route in sorted(self._held.values(), key=lambda route: (route.request.priority, route.key)):
             if route.kind is not None and not self.has(route.kind):
                 route.give_up()
             elif now_s >= route.not_before_s:
-                del self._held[route.key]
+                self._held.pop(route.key, None)
                 route.dispatch()  # which holds it again where there is still no place
         self._tell_watchers()
+
+    def _end_all(self) -> None:
+        """Every request has its terminal event with this, without a word from the replicas."""
+        for route in list(self._routes.values()):
+            route.end_now("shutdown")
 
     def _ready(self) -> list[Replica]:
         return [replica for replica in self.replicas.values() if replica.state == "ready"]

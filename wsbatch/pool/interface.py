@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING, Protocol
 
+from wsbatch.config import PoolConfig
 from wsbatch.errors import RequestError
+from wsbatch.pool.patience import PatienceClock
 from wsbatch.pool.replica import Kind, Replica
 
 if TYPE_CHECKING:
@@ -13,20 +15,29 @@ class Pool(Protocol):
     """Finds replicas for routes, wakes them, and is told how they fare."""
 
     @property
-    def max_unread_tokens(self) -> int:
-        """Bound on what the client leaves unread."""
+    def config(self) -> PoolConfig:
+        """The bounds."""
+        ...
+
+    @property
+    def clock(self) -> PatienceClock:
+        """Silences are measured on it."""
         ...
 
     def place(self, route: "Route") -> Replica | None:
         """The replica for it; None where none can take it now."""
         ...
 
+    def fits_elsewhere(self, route: "Route") -> bool:
+        """Whether there is a replica, not tried yet, whose limits take it."""
+        ...
+
     def has(self, kind: Kind) -> bool:
         """Whether there is a replica of this kind, or there was one that may come back."""
         ...
 
-    def hold(self, route: "Route", *, retry_after_ms: int) -> None:
-        """None can take it: `dispatch` it again when that has changed, but not before this time."""
+    def hold(self, route: "Route") -> None:
+        """None can take it: `dispatch` it again when that has changed, but not before its `not_before_s`."""
         ...
 
     def refusal(self) -> RequestError | None:

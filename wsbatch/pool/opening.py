@@ -11,7 +11,7 @@ from wsbatch.client.dial import parse_url
 from wsbatch.config import PoolConfig
 from wsbatch.errors import ConnectionLost
 from wsbatch.pool.engine_pool import EnginePool
-from wsbatch.pool.replica import Dial
+from wsbatch.pool.upkeep import Dial
 
 
 @asynccontextmanager

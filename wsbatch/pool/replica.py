@@ -1,87 +1,133 @@
-"""One replica as its router sees it: a few connections, what it last said of its work, and the attempts on it."""
+"""One replica as its router sees it: its connections, what it last said of its work, and the attempts on it."""
 
 import logging
-import random
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Iterable
 from typing import Literal, Protocol, TypeAlias
 
 import trio
 
 from wsbatch.client import Client
+from wsbatch.client.errors import printable
 from wsbatch.client.stream import Sink
 from wsbatch.config import PoolConfig
 from wsbatch.errors import ConnectionLost, QueueFull, WsbatchError
-from wsbatch.messages import Hello, Status
+from wsbatch.messages import Hello, Limits, Status
+from wsbatch.pool.outlier import Outlier
+from wsbatch.pool.patience import PatienceClock
 
 _logger = logging.getLogger("wsbatch.pool")
-
-_FIRST_PAUSE_S = 0.1
-
-Dial: TypeAlias = Callable[[], AbstractAsyncContextManager[Client]]
-"""Opens one connection to a replica: `lambda: connect(url)`."""
 
 ReplicaState = Literal["away", "ready", "draining"]
 Kind: TypeAlias = tuple[str, str]
 """Revision of the weights, and dtype: streams go on only where both are equal, and known."""
 
 
+class Blame:
+    """A replica's failure of a request, or of many at once. It counts when another replica has done one of them."""
+
+    def __init__(self, replica: "Replica") -> None:
+        self._replica = replica
+        self._confirmed = False
+
+    def confirm(self, by: "Replica") -> None:
+        """That one has done the request."""
+        if not self._confirmed and by is not self._replica:
+            self._confirmed = True
+            if self._replica.health.failed(trio.current_time()):
+                self._replica.tell("gets no requests for a while: it fails what others do")
+
+
 class Attempt(Sink, Protocol):
     """One request on one replica."""
 
-    def lost(self, why: str) -> None:
-        """The replica is gone, and everything on it."""
+    @property
+    def accepted(self) -> bool:
+        """Whether the replica has accepted it."""
+        ...
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that it may still generate."""
+        ...
+
+    def lost(self, why: str, blame: Blame | None, *, with_replica: bool) -> None:
+        """What it was on is gone: the replica, or a connection to it alone. No blame: others are the likelier cause."""
+        ...
+
+    def broken(self, why: str) -> None:
+        """The replica broke the protocol on it."""
         ...
 
 
 class Replica:
-    """Keeps its connections up while `run` runs; all else is synchronous.
+    """What is known of it; `Upkeep` keeps its connections. All of it is synchronous.
 
     Args:
         name: for logs and metrics: its address.
-        dial: opens one connection.
-        config: how many connections, how often to ask, when to give it up.
+        config: when it is given up.
+        clock: silences are measured on it.
         on_change: called with this replica when it has become ready, and after each of its answers about its work.
         on_lost: called with this replica when it is lost, before its attempts are told.
-        admit: raises WsbatchError for a server that does not belong here, by its hello.
+
+    Attributes:
+        scope: cancel it to let go of the replica.
+        hello: what it said of itself, now or when it was there last.
+        status: what it last said of its work; None while it is lost.
+        health: whether it does what it is asked.
+        clients: connections that carry requests.
+        probe: the connection that carries questions about its work, and nothing else.
+        gone: set when it is lost.
+        in_doubt: set when a connection has ended: whether the replica has, too, is to be asked.
+        stranded: connections that have ended, and when: what was on them goes on once that is known.
     """
 
     def __init__(
         self,
         name: str,
-        dial: Dial,
         config: PoolConfig,
         *,
-        admit: Callable[[Hello], None],
+        clock: PatienceClock,
         on_change: Callable[["Replica"], None],
         on_lost: Callable[["Replica"], None],
     ) -> None:
         self.name = name
-        self.scope = trio.CancelScope()  # cancel it to let go of the replica
+        self.scope = trio.CancelScope()
         self.hello: Hello | None = None
         self.status: Status | None = None
-        self._dial = dial
+        self.health = Outlier()
+        self.clients: list[Client] = []
+        self.probe: Client | None = None
+        self.gone = trio.Event()
+        self.in_doubt = trio.Event()
+        self.stranded: dict[Client, float] = {}
         self._config = config
-        self._admit = admit
+        self._clock = clock
         self._on_change = on_change
         self._on_lost = on_lost
-        self._clients: list[Client] = []
         self._attempts: dict[Attempt, Client] = {}
-        self._gone = trio.Event()
         self._told = ""
+        self._answered_s = 0.0
         self._sent_tokens = 0  # of requests sent here since the last question, which its answer cannot know of
+        self._own_tokens = 0  # that the attempts may still generate
 
     def __repr__(self) -> str:
         return f"<Replica {self.name} {self.state}, {len(self._attempts)} live>"
 
     @property
     def state(self) -> ReplicaState:
-        """away, ready or draining."""
-        if self.status is None or not self._clients:
+        """away, ready or draining. One that has left its probes unanswered for `stall_s` is away to new requests."""
+        if self.status is None or not self.clients:
             return "away"
-        if self.status.state != "ready" or any(client.draining for client in self._clients):
+        if self.draining:
             return "draining"
-        return "ready"
+        return "ready" if self._clock.now_s() - self._answered_s < self._config.stall_s else "away"
+
+    @property
+    def draining(self) -> bool:
+        """Whether it has said so."""
+        if self.status is not None and self.status.state != "ready":
+            return True
+        return any(client.draining for client in (self.probe, *self.clients) if client is not None)
 
     @property
     def live(self) -> int:
@@ -90,9 +136,11 @@ class Replica:
 
     @property
     def work_tokens(self) -> int:
-        """Tokens that it still has to compute: as it said last, and what was sent to it since."""
+        """Tokens that it still has to compute: as it said last, and what was sent to it since; but no less than this
+        router alone waits for, whatever it says."""
         status = self.status
-        return self._sent_tokens + (status.queued_tokens + status.running_tokens if status is not None else 0)
+        said = self._sent_tokens + (status.queued_tokens + status.running_tokens if status is not None else 0)
+        return max(said, self._own_tokens)
 
     @property
     def retry_after_ms(self) -> int | None:
@@ -100,6 +148,11 @@ class Replica:
         if self.status is not None and self.status.retry_after_ms is not None:
             return self.status.retry_after_ms
         return None if self._free_client() is not None else 500
+
+    @property
+    def limits(self) -> Limits | None:
+        """Of what it takes, as it said."""
+        return None if self.hello is None else self.hello.limits
 
     @property
     def kind(self) -> Kind | None:
@@ -115,10 +168,15 @@ class Replica:
         client.begin(attempt)
         self._attempts[attempt] = client
         self._sent_tokens += tokens
+        self._own_tokens += attempt.tokens_left
+
+    def got(self, tokens: int) -> None:
+        """An attempt has had so many tokens."""
+        self._own_tokens -= tokens
 
     def done(self, attempt: Attempt) -> None:
         """The attempt has had its terminal frame."""
-        self._attempts.pop(attempt, None)
+        self._drop(attempt)
 
     def cancel(self, attempt: Attempt) -> None:
         """Ask for the attempt's end; its terminal frame is still delivered."""
@@ -126,130 +184,106 @@ class Replica:
 
     def abandon(self, attempt: Attempt) -> None:
         """End the attempt; nothing more of it is delivered."""
-        if (client := self._attempts.pop(attempt, None)) is not None:
+        if (client := self._drop(attempt)) is not None:
             client.abandon(attempt.request.id)
 
     def failed(self, attempt: Attempt, error: WsbatchError) -> None:
         """The attempt's connection has ended, or the server broke the protocol on it."""
         client = self._attempts.get(attempt)
         if client is not None and isinstance(error, ConnectionLost):
-            self._ended(client, str(error))
-        elif self._attempts.pop(attempt, None) is not None:
-            attempt.lost(str(error))
+            self.disconnected(client, str(error))
+        elif self._drop(attempt) is not None:
+            attempt.broken(str(error))
 
-    async def run(self) -> None:
-        """Keep the replica connected until `scope` is cancelled; lost, it is tried again after a growing pause."""
-        pause_s = _FIRST_PAUSE_S
-        with self.scope:
-            try:
-                while True:
-                    try:
-                        await self._hold()
-                        pause_s = _FIRST_PAUSE_S
-                    except (WsbatchError, OSError) as error:
-                        self._tell(f"cannot be used: {error}")
-                    # Spread, so that many routers do not come back as one.
-                    await trio.sleep(pause_s * (1 + random.random()) / 2)
-                    pause_s = min(self._config.reconnect_max_s, 2 * pause_s)
-            finally:
-                self._lose("the router let go of it")
+    def joined(self, probe: Client, status: Status) -> None:
+        """It is there."""
+        self.hello = probe.hello
+        self.probe = probe
+        self.gone = trio.Event()
+        self.tell(f"is there: {probe.hello.model} in {probe.hello.dtype}", logging.INFO)
+        self.heard(status)
 
-    async def _hold(self) -> None:
-        """From the first connection to the loss of the last. Raises where it never became ready."""
-        async with self._dial() as first:
-            self._admit(first.hello)
-            status = await self._ask(first)
-            self.hello = first.hello
-            self._gone = trio.Event()
-            self._clients.append(first)
-            self._tell(f"is there: {first.hello.model} in {first.hello.dtype}", logging.INFO)
-            self._heard(status)
-            async with trio.open_nursery() as nursery:
-                for _ in range(self._config.connections - 1):
-                    nursery.start_soon(self._hold_another)
-                nursery.start_soon(self._watch, first)
-                nursery.start_soon(self._poll)
-                await self._gone.wait()
-                nursery.cancel_scope.cancel()
-
-    async def _hold_another(self) -> None:
-        try:
-            async with self._dial() as client:
-                await self._ask(client)  # a connection that has asked is told when its requests start
-                self._clients.append(client)
-                await self._watch(client)
-        except (WsbatchError, OSError) as error:
-            _logger.warning("replica %s: no further connection: %s", self.name, error)
-
-    async def _watch(self, client: Client) -> None:
-        self._ended(client, str(await client.wait_lost()))
-
-    async def _poll(self) -> None:
-        while self._clients:
-            await trio.sleep(self._config.status_interval_ms / 1000)
-            known_tokens = self._sent_tokens
-            for client in self._clients[:1]:
-                try:
-                    status = await self._ask(client)
-                except WsbatchError as error:
-                    self._ended(client, str(error))
-                else:
-                    self._sent_tokens -= known_tokens
-                    self._heard(status)
-
-    async def _ask(self, client: Client) -> Status:
-        """Raises ConnectionLost where it is silent or stalled."""
-        stall_s = self._config.stall_s
-        with trio.move_on_after(stall_s):
-            status = await client.status()
-            if status.step_ms > stall_s * 1000:
-                raise ConnectionLost(f"a step of it has been running for {status.step_ms / 1000:.3g} s")
-            return status
-        raise ConnectionLost(f"it has been silent for {stall_s:g} s")
-
-    def _heard(self, status: Status) -> None:
-        self.status = status
+    def connected(self, client: Client) -> None:
+        """There is a connection for requests."""
+        self.clients.append(client)
         self._on_change(self)
 
-    def _ended(self, client: Client, why: str) -> None:
-        """The loss of one connection is the loss of all: what killed one will kill the others within the second.
+    def heard(self, status: Status, *, known_tokens: int = 0) -> None:
+        """It has said what it has to do; `known_tokens` of the `sent_tokens` had been sent before it was asked."""
+        self.status = status
+        self._answered_s = self._clock.now_s()
+        self._sent_tokens -= known_tokens
+        self._on_change(self)
 
-        Only a replica that drains closes them one by one, each when its last request has ended.
-        """
-        if client not in self._clients:
-            return
-        if client.draining is None or len(self._clients) == 1:
-            self._lose(why)
-            return
-        self._clients.remove(client)
-        for attempt in [attempt for attempt, where in self._attempts.items() if where is client]:
-            del self._attempts[attempt]
-            attempt.lost(why)
+    @property
+    def sent_tokens(self) -> int:
+        """Of requests sent here that its last answer does not know of."""
+        return self._sent_tokens
 
-    def _lose(self, why: str) -> None:
-        if not self._clients:
+    def disconnected(self, client: Client, why: str) -> None:
+        """A connection for requests has ended. Whether that is the end of the replica its probe will tell."""
+        if client not in self.clients:
+            return
+        if self.draining and len(self.clients) == 1:
+            self.lose(why)  # it closes each when its last request has ended
+            return
+        self.clients.remove(client)
+        self.stranded[client] = self._clock.now_s()
+        self.in_doubt.set()
+        if self.draining:
+            self.settle([client])
+
+    def settle(self, clients: Iterable[Client], *, alive: bool = True) -> None:
+        """These connections have ended, and the replica is alive all the same, or does not say. What was on them goes
+        on."""
+        for client in clients:
+            if self.stranded.pop(client, None) is None:
+                continue
+            attempts = [attempt for attempt, where in self._attempts.items() if where is client]
+            # What ends a connection of a server that lives is what it was only just reading.
+            read = [attempt for attempt in attempts if alive and not attempt.accepted]
+            blame = Blame(self)
+            for attempt in attempts:
+                self._drop(attempt)
+            for attempt in attempts:
+                attempt.lost(
+                    "a connection broke", blame if not read or attempt in read else None, with_replica=not alive
+                )
+
+    def lose(self, why: str) -> None:
+        """It is lost, and everything on it. Does nothing where it is already."""
+        if self.status is None:
             return
         attempts, self._attempts = self._attempts, {}
-        self._clients = []
+        self.clients = []
+        self.stranded = {}
+        self.probe = None
         self.status = None
-        self._sent_tokens = 0
-        self._gone.set()
-        self._tell(f"is lost with {len(attempts)} requests: {why}")
+        self._sent_tokens = self._own_tokens = 0
+        self.gone.set()
+        self.tell(f"is lost with {len(attempts)} requests: {why}")
         self._on_lost(self)
         for attempt, client in attempts.items():
             client.abandon(attempt.request.id)  # where it still lives, it need not go on
+        blame = Blame(self)
         for attempt in attempts:
-            attempt.lost(why)
+            attempt.lost(why, blame, with_replica=True)
 
-    def _tell(self, what: str, level: int = logging.WARNING) -> None:
+    def tell(self, what: str, level: int = logging.WARNING) -> None:
         """Log it, once: a replica that stays away would say the same every few seconds."""
         if what != self._told:
             self._told = what
-            _logger.log(level, "replica %s %s", self.name, what)
+            _logger.log(level, "replica %s %s", self.name, printable(what))
+
+    def _drop(self, attempt: Attempt) -> Client | None:
+        client = self._attempts.pop(attempt, None)
+        if client is not None:
+            self._own_tokens -= attempt.tokens_left
+        return client
 
     def _free_client(self) -> Client | None:
         """The connection with the fewest requests; None where all have as many as the replica allows."""
-        client = min(self._clients, key=lambda client: client.live, default=None)
+        client = min(self.clients, key=lambda client: client.live, default=None)
         if client is None or client.live >= client.hello.limits.max_live_requests:
             return None
         return client

@@ -1,24 +1,49 @@
-"""Is a request the cause of the losses it was there for? It is retried once; one that kills replicas must not go on."""
+"""Is a request the cause of what befalls the replicas it is sent to? It is retried, but not for ever."""
 
-# A request that was running on two replicas when they were lost, and generated fewer tokens than this in between, is
-# taken for the cause. One that only shared a replica with the cause has long gone past the place.
+from collections import Counter
+from typing import Literal, TypeAlias
+
+from wsbatch.pool.replica import Blame, Replica
+
+# What befell a request on a replica. killed: the replica was lost while it ran there. lost: the replica was lost while
+# no start of it was known there: the word of a start can be lost in the very crash that it causes, but most of those
+# only stood in the queue. cut: the connection alone was lost. failed: the replica said an error, broke the protocol, or
+# said nothing for too long. moved: the replica ended it of its own accord, as one does that shuts down, or another
+# request is the likelier cause.
+Mishap: TypeAlias = Literal["killed", "lost", "cut", "failed", "moved"]
+
+# So many of a kind in a row, and the request is taken for the cause.
+MISHAPS: dict[Mishap, int] = {"killed": 2, "lost": 3, "cut": 3, "failed": 3, "moved": 8}
+# In a row: with fewer tokens of output than this between two of them. A request that only shared a replica with the
+# cause has long gone past the place.
 INNOCENT_TOKENS = 8
-# The word of a request's start can be lost in the very crash that it causes: so many replicas may be lost with a
-# request of which no start is known. Most of those only stood in the queue.
-MAX_UNSTARTED_LOSSES = 3
 
 
 class Suspicion:
-    """The losses of replicas that one request was there for."""
+    """The mishaps of one request, in a row, and the replicas to blame if it is not the request."""
 
     def __init__(self) -> None:
-        self._lost_at: int | None = None  # output tokens there were when a replica was lost that ran it
-        self._unstarted = 0
+        self._row: Counter[Mishap] = Counter()
+        self._tokens = 0
+        self._blames: list[Blame] = []
 
-    def lost(self, *, started: bool, tokens: int) -> bool:
-        """A replica was lost with it, running or not, after so many tokens of output. Whether it is the suspect."""
-        if not started:
-            self._unstarted += 1
-            return self._unstarted >= MAX_UNSTARTED_LOSSES
-        before, self._lost_at = self._lost_at, tokens
-        return before is not None and tokens < before + INNOCENT_TOKENS
+    @property
+    def faults(self) -> int:
+        """Mishaps in a row that it may be the cause of."""
+        return self._row.total() - self._row["moved"]
+
+    def cleared(self, by: Replica) -> None:
+        """That replica has done it, or a good part of it: so those before it are to blame."""
+        for blame in self._blames:
+            blame.confirm(by)
+        self._blames.clear()
+
+    def note(self, mishap: Mishap, blame: Blame | None, *, tokens: int) -> bool:
+        """This befell it after so many tokens of output. Whether it is the suspect now."""
+        if blame is not None:
+            self._blames.append(blame)
+        if tokens >= self._tokens + INNOCENT_TOKENS:
+            self._row.clear()
+        self._tokens = tokens
+        self._row[mishap] += 1
+        return self._row[mishap] >= MISHAPS[mishap]
