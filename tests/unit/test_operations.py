@@ -70,7 +70,9 @@ TABLES = {
 
 
 THREATS = re.compile(r"(?<=^\| threat or fault ).*?(?=\n\n)", re.DOTALL | re.MULTILINE)
-DEFAULTS = {spec.name: shown(spec.default) for config in (ServerConfig, EngineConfig, PoolConfig) for spec in fields(config)}
+DEFAULTS = {
+    spec.name: shown(spec.default) for config in (ServerConfig, EngineConfig, PoolConfig) for spec in fields(config)
+}
 
 
 def threats() -> list[list[str]]:

@@ -6,6 +6,7 @@ Everything here is synchronous: a frame from a replica goes straight into the cl
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import get_args
 
@@ -109,7 +110,7 @@ class Route:
             except ConnectionLost:
                 continue
             except RequestError as error:
-                if not self._refused_by(chosen, error):
+                if not self._refused_by(chosen, error, was_sent=False):
                     self.fail(error)
                     return
             else:
@@ -245,8 +246,10 @@ class Route:
             queue_timeout_ms=None if queue_timeout_ms is None else max(1, queue_timeout_ms - spent_ms),
         )
 
-    def _refused_by(self, replica: Replica, error: RequestError) -> bool:
-        return self.search.refused(replica, error, fits_elsewhere=lambda: self._pool.fits_elsewhere(self))
+    def _refused_by(self, replica: Replica, error: RequestError, *, was_sent: bool) -> bool:
+        return self.search.refused(
+            replica, error, was_sent=was_sent, fits_elsewhere=partial(self._pool.fits_elsewhere, self)
+        )
 
     def _find_no_place(self) -> None:
         refusal = self.search.give_up()
@@ -349,7 +352,7 @@ class Route:
         elif event.code == Shed.code:
             self.attempt = None
             self.dispatch(error)
-        elif self._refused_by(attempt.replica, error):
+        elif self._refused_by(attempt.replica, error, was_sent=True):
             self.attempt = None
             self.dispatch()
         elif event.code in _FINAL:

@@ -30,15 +30,18 @@ class Search:
         self.needs = needs(request)
         self._refusals: list[RequestError] = []
 
-    def refused(self, replica: Replica, error: RequestError, *, fits_elsewhere: Callable[[], bool]) -> bool:
-        """A replica refuses it; whether another one may take it. `fits_elsewhere` asks whether any meets `needs`."""
+    def refused(
+        self, replica: Replica, error: RequestError, *, was_sent: bool, fits_elsewhere: Callable[[], bool]
+    ) -> bool:
+        """A replica refuses it, or would; whether another one may take it. `fits_elsewhere` asks whether any meets
+        `needs`."""
         if error.code in _ELSEWHERE:
             self._refusals.append(error)
             return True
         limits = replica.limits
         if error.code not in LARGER or limits is None:
             return False
-        if error.code == NeverFits.code:
+        if was_sent:  # so the message was not too large, but its prompt
             self.needs = replace(self.needs, model_len=max(self.needs.model_len, limits.max_model_len + 1))
         else:
             self.needs = replace(self.needs, message_bytes=limits.max_message_bytes + 1)
