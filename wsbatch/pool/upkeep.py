@@ -23,6 +23,7 @@ from wsbatch.pool.replica import Replica
 _logger = logging.getLogger("wsbatch.pool")
 
 _FIRST_PAUSE_S = 0.1
+_WHILE_S = 1.0  # a replica that was there for so long is tried again soon
 _LOOK_S = 1.0
 _DOUBT_S = 1.0  # for a replica to say that it lives, when a connection to it has ended
 
@@ -70,7 +71,7 @@ class Upkeep:
                     except* Exception:
                         _logger.exception("replica %s: an unexpected error", self._replica.name)
                     self._replica.lose("its connections ended")
-                    if trio.current_time() - began_s >= self._config.reconnect_max_s:  # it was there for a while
+                    if trio.current_time() - began_s >= _WHILE_S:
                         pauses.restart()
                     await pauses.sleep()
             finally:
