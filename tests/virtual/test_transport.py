@@ -793,12 +793,13 @@ async def test_a_large_prompt_is_held_until_it_is_a_request(autojump_clock: Cloc
         await nursery.start(server.run, [listener])
         client = BareClient(await listener.connect())
         await client.open()
-        engine.refuse = QueueFull("full") if refuse else None
         await client.send(GenerateRequest(id=1, prompt="😀" + "x" * 99_999))
         await trio.sleep(1)
         assert server.held_input_bytes > 400_000  # as text, not as it came
+        engine.refuse = QueueFull("full") if refuse else None
         await trio.sleep(5)
         assert server.held_input_bytes == 0
+        engine.refuse = None
         await client.send(GenerateRequest(id=2, prompt="x" * 100_000))
         await trio.sleep(1)
         assert server.held_input_bytes > 0
