@@ -6,12 +6,11 @@ from dataclasses import replace
 from wsbatch.config import EngineConfig
 from wsbatch.model.simulated import StepCosts
 from wsbatch.testing.worker import VirtualWorker
-from wsbatch_bench.arrivals import parse_arrivals
-from wsbatch_bench.cell import CellResult
-from wsbatch_bench.lengths import parse_lengths
-from wsbatch_bench.load import LoadPlan, LoadRun, run_load
-from wsbatch_bench.trace import Trace, draw_trace
-from wsbatch_bench.virtual import open_virtual_target, run_virtual
+from wsbatch_bench.load.generator import LoadPlan, LoadRun, run_load
+from wsbatch_bench.load.specs import parse_arrivals, parse_lengths
+from wsbatch_bench.load.trace import Trace, draw_trace
+from wsbatch_bench.sweep.cell import CellResult
+from wsbatch_bench.sweep.stage import open_virtual_target, run_virtual
 
 COSTS = StepCosts(tau_s=0.010, alpha_s=0.001, beta_s=0.0001)
 

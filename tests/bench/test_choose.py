@@ -4,10 +4,9 @@ from math import inf, nan
 
 import pytest
 
-from wsbatch_bench.cell import Cell, CellResult
-from wsbatch_bench.choose import choose, refine
-from wsbatch_bench.html_report import choice_lines
-from wsbatch_bench.slo import parse_slo
+from wsbatch_bench.sweep.cell import Cell, CellResult
+from wsbatch_bench.sweep.choose import choice_lines, choose, refine
+from wsbatch_bench.sweep.slo import parse_slo
 
 from .harness import cell
 

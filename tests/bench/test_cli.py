@@ -1,13 +1,13 @@
 """The command line: what each command prints, keeps and exits with. One test starts a server on a real socket."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from wsbatch_bench.cli import main
+from wsbatch_bench.load.server import server_process, wsbatch_command
 
 COSTS = "tau_ms=10,alpha_ms=1,beta_ms=0.1"
 SHORT = ["--prompt-lengths", "fixed:tokens=8", "--output-lengths", "fixed:tokens=4"]
@@ -33,11 +33,22 @@ def sweep(out: Path, *more: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "command", ["load", "compare", "calibrate", "sweep", "choose", "study", "static", "scaling", "stall", "offline"]
+    "command", ["load", "compare", "calibrate", "sweep", "choose", "study", "static", "scaling", "plan"]
 )
 def test_every_command_has_help_to_work_from(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command, "--help") == 0
     assert "example" in capsys.readouterr().out
+
+
+def test_without_the_extra_it_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("wsbatch_bench.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "scipy", None)  # as in the base install
+    assert run("sweep", "--help") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "wsbatch-bench: scipy is not installed: the bench needs `pip install 'wsbatch[bench]'`"
 
 
 def test_a_dry_run_lists_cells_and_their_time_and_measures_nothing(
@@ -76,12 +87,6 @@ def test_the_commands_that_need_no_server(tmp_path: Path, capsys: pytest.Capture
     assert "the same tokens in 4 of 4 rows" in capsys.readouterr().out
     assert run("static", *model, "--sizes", "2,4", "--requests", "8", "--out", str(tmp_path)) == 0
     assert "248 issued, 52 useful: 79.0% wasted" in capsys.readouterr().out
-    workload = tmp_path / "workload.json"
-    assert run("offline", *model, "--num-prompts", "8", *SHORT, "--workload-out", str(workload)) == 0
-    assert "32 output tokens" in capsys.readouterr().out.replace("\n", " ")
-    assert [each["max_tokens"] for each in json.loads(workload.read_text())] == [4] * 8
-    assert run("stall", *model, "--chunks", "256,4096") == 0
-    assert capsys.readouterr().out.count(" ms ") == 4
     # What `scaling` fitted is what `sweep` takes.
     assert run("sweep", "--out", str(tmp_path / "s"), "--costs", str(tmp_path / "costs.json"), "--dry-run",
                "--capacity", "1", "--setting", "dynamic:max_batch_size=1") == 0  # fmt: skip
@@ -130,27 +135,12 @@ def test_what_is_wrong_is_said_in_one_line(
 
 def test_load_on_a_real_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The one test over a socket: what comes out must add up; how long it took says nothing here."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "wsbatch",
-        "serve",
-        "--model",
-        "simulated:tau_ms=2,alpha_ms=0.1,beta_ms=0.01",
-    ]
-    with subprocess.Popen(
-        [*command, "--port", "0", "--log-level", "error"], stdout=subprocess.PIPE, text=True
-    ) as server:
-        assert server.stdout is not None
-        try:
-            url = server.stdout.readline().split()[-1]
-            argv = ["load", url, "--request-rate", "40", "--num-prompts", "30", *SHORT, "--goodput", "e2el:60000",
-                    "--max-lag-ms", "60000", "--save-result", "--result-dir", str(tmp_path)]  # fmt: skip
-            assert run(*argv) == 0
-            assert run("load", url, "--num-prompts", "5", *SHORT, "--max-lag-ms", "0") == 3  # nobody is that punctual
-        finally:
-            server.terminate()
+    with server_process(wsbatch_command("serve", "--model", "simulated:tau_ms=2,alpha_ms=0.1,beta_ms=0.01")) as server:
+        url = server.url
+        argv = ["load", url, "--request-rate", "40", "--num-prompts", "30", *SHORT, "--goodput", "e2el:60000",
+                "--max-lag-ms", "60000", "--save-result", "--result-dir", str(tmp_path)]  # fmt: skip
+        assert run(*argv) == 0
+        assert run("load", url, "--num-prompts", "5", *SHORT, "--max-lag-ms", "0") == 3  # nobody is that punctual
     printed = capsys.readouterr().out
     assert "measured requests    30, answered 30" in printed
     assert "INVALID" in printed

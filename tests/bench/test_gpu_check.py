@@ -1,4 +1,4 @@
-"""`bench/gpu_check.py` on the CPU, and what it does about stages that fail, hang or crash."""
+"""`bench/lab/gpu_check.py` on the CPU, and what it does about stages that fail, hang or crash."""
 
 import json
 import os
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from wsbatch_bench.gpu.report import knee, summary, table
-from wsbatch_bench.gpu.supervise import Outcome, supervise
+from lab_tools.gpu.report import knee, summary, table
+from lab_tools.gpu.supervise import Outcome, supervise
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,10 +79,12 @@ def test_tables_and_the_summary() -> None:
 
 def test_the_whole_script_on_the_cpu(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    command = [sys.executable, "-P", "bench/gpu_check.py", "--device", "cpu", "--quick", "--random-llama", "tiny"]
+    command = [sys.executable, "-P", "bench/lab/gpu_check.py", "--device", "cpu", "--quick", "--random-llama", "tiny"]
+    # -P keeps the script's folder off the path as well.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "bench/lab")}
     done = subprocess.run(
-        [*command, "--out", str(out)], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, timeout=400, check=False,
+        [*command, "--out", str(out)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     stages = json.loads(out.read_text())["stages"]

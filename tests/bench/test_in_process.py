@@ -6,20 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from stall import StallPoint, measure_stall
 from wsbatch.config import EngineConfig
 from wsbatch.model.simulated import SimulatedModel, StepCosts
 from wsbatch.opening import make_scheduler
-from wsbatch_bench.bare_loop import LoopRequest, SteppedModel, run_loop
-from wsbatch_bench.engine_run import run_engine
-from wsbatch_bench.lengths import parse_lengths
-from wsbatch_bench.scaling import Scaling, batch_requests, measure_scaling
-from wsbatch_bench.scaling_chart import draw_scaling
-from wsbatch_bench.setting import Setting
-from wsbatch_bench.stall import StallPoint, measure_stall
-from wsbatch_bench.static_batch import measure_batches, pooled_waste
-from wsbatch_bench.static_charts import draw_timeline, draw_waste
-from wsbatch_bench.step_fit import StepSample, fit_steps
-from wsbatch_bench.trace import draw_trace
+from wsbatch_bench.load.specs import parse_lengths
+from wsbatch_bench.load.trace import draw_trace
+from wsbatch_bench.steps.bare_loop import LoopRequest, SteppedModel, run_loop
+from wsbatch_bench.steps.engine_run import run_engine
+from wsbatch_bench.steps.scaling import Scaling, StepSample, batch_requests, draw_scaling, fit_steps, measure_scaling
+from wsbatch_bench.steps.static_batch import draw_timeline, draw_waste, measure_batches, pooled_waste
+from wsbatch_bench.sweep.setting import Setting
 
 COSTS = StepCosts(tau_s=0.010, alpha_s=0.001, beta_s=0.0005)
 PROMPTS = draw_trace(1).prompt_ids

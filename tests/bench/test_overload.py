@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from wsbatch_bench.cli import main
-from wsbatch_bench.costs import same_for_both
-from wsbatch_bench.impatient import Manners
-from wsbatch_bench.lengths import parse_lengths
-from wsbatch_bench.overload import Overload, Point, overload_rows, overload_table
-from wsbatch_bench.setting import parse_setting
-from wsbatch_bench.trace import draw_trace
+from lab_tools.impatient import Manners
+from lab_tools.overload_run import Overload, Point, overload_rows, overload_table
+from overload import main
+from wsbatch_bench.load.specs import parse_lengths
+from wsbatch_bench.load.trace import draw_trace
+from wsbatch_bench.sweep.setting import parse_setting, same_for_both
 
 from .harness import COSTS
 
@@ -96,7 +95,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     flags += "tau_ms=10,alpha_ms=1,beta_ms=0.1 --prompt-lengths fixed:tokens=10 --output-lengths fixed:tokens=8 "
     flags += f"--loads 0.5,2 --storm 4 --tries 3 --patience-s 1 --warmup-s 1 --seconds 3 --out {tmp_path}"
     with pytest.raises(SystemExit) as ended:
-        main(["overload", *flags.split()])
+        main(flags.split())
     assert ended.value.code == 0
     assert "of the peak" in capsys.readouterr().out
     assert (tmp_path / "overload.png").stat().st_size > 10_000
@@ -110,5 +109,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 )
 def test_bad_flags(flags: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["overload", *flags])
+        main(flags)
     assert ended.value.code == 2

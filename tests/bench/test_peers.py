@@ -13,16 +13,15 @@ import trio
 from trio.testing import MockClock
 
 from wsbatch.testing.streams import MemoryListener, MemoryStream
-from wsbatch_bench.calibration import Calibration, load_calibration, measure_client
 from wsbatch_bench.cli import main as bench_main
+from wsbatch_bench.cli.calibrate import Calibration, load_calibration, measure_client
 from wsbatch_bench.cli.compare import table
-from wsbatch_bench.load import LoadPlan, LoadRun, run_load
-from wsbatch_bench.openai_target import OpenAiTarget
-from wsbatch_bench.setting import Setting
-from wsbatch_bench.summary import summarise
-from wsbatch_bench.text_prompts import TextPrompts
-from wsbatch_bench.virtual import open_virtual_target, run_virtual
-from wsbatch_bench.vllm_json import result_json
+from wsbatch_bench.load.generator import LoadPlan, LoadRun, run_load
+from wsbatch_bench.load.openai_target import OpenAiTarget, TextPrompts
+from wsbatch_bench.load.results import result_json
+from wsbatch_bench.load.summary import summarise
+from wsbatch_bench.sweep.setting import Setting
+from wsbatch_bench.sweep.stage import open_virtual_target, run_virtual
 
 from .harness import COSTS, short_trace
 

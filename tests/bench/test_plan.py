@@ -9,6 +9,7 @@ from statistics import fmean
 import pytest
 import trio
 
+from replicas import Compared, RealPoolStage, capacity_line
 from wsbatch.client import open_client
 from wsbatch.config import ServerConfig
 from wsbatch.messages import GenerateRequest, SamplingParams
@@ -17,24 +18,19 @@ from wsbatch.pool import open_pool
 from wsbatch.server import Server
 from wsbatch.testing.replicas import VirtualReplica
 from wsbatch.testing.streams import MemoryListener
-from wsbatch_bench.arrivals import parse_arrivals
-from wsbatch_bench.cell import CellResult
 from wsbatch_bench.cli import main
-from wsbatch_bench.cli.replicas import capacity_line
-from wsbatch_bench.costs import same_for_both
-from wsbatch_bench.lengths import parse_lengths
-from wsbatch_bench.load import LoadPlan, LoadRun, run_load
-from wsbatch_bench.plan import Planner, PoolCapacity, Workload, by_rule, capacity, find, routers_for
-from wsbatch_bench.pool_sim import EventReplica, PoolStage
-from wsbatch_bench.record import Record
-from wsbatch_bench.replicas import Compared, RealPoolStage
-from wsbatch_bench.setting import Setting
-from wsbatch_bench.slo import parse_slo
-from wsbatch_bench.stage import VirtualStage
-from wsbatch_bench.summary import summarise
-from wsbatch_bench.target import open_websocket_target
-from wsbatch_bench.trace import draw_trace
-from wsbatch_bench.virtual import run_virtual
+from wsbatch_bench.load.generator import LoadPlan, LoadRun, run_load
+from wsbatch_bench.load.record import Record
+from wsbatch_bench.load.specs import parse_arrivals, parse_lengths
+from wsbatch_bench.load.summary import summarise
+from wsbatch_bench.load.target import open_websocket_target
+from wsbatch_bench.load.trace import draw_trace
+from wsbatch_bench.plan.planner import Planner, PoolCapacity, Workload, by_rule, capacity, find, routers_for
+from wsbatch_bench.plan.pool_sim import EventReplica, PoolStage
+from wsbatch_bench.sweep.cell import CellResult
+from wsbatch_bench.sweep.setting import Setting, same_for_both
+from wsbatch_bench.sweep.slo import parse_slo
+from wsbatch_bench.sweep.stage import VirtualStage, run_virtual
 
 from .harness import cell, short_trace
 
@@ -321,9 +317,8 @@ def test_what_is_wrong_with_a_plan_is_said_in_one_line(
 
 
 def test_help_to_work_from(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("plan", "replicas"):
-        assert run_cli(command, "--help") == 0
-        assert "example" in capsys.readouterr().out
+    assert run_cli("plan", "--help") == 0
+    assert "example" in capsys.readouterr().out
 
 
 def test_two_real_replicas_behind_a_router_answer_everything() -> None:

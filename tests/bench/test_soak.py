@@ -6,10 +6,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from wsbatch_bench.cli.soak import report
-from wsbatch_bench.server_process import Sample
-from wsbatch_bench.soak import SoakPlan, SoakRun, left_over, trends
-from wsbatch_bench.suspension import Suspension
+from lab_tools.looks import Sample
+from lab_tools.soak_load import SoakPlan, SoakRun, left_over, trends
+from lab_tools.suspension import Suspension
+from soak import report
 
 PLAN = SoakPlan(duration_s=180, streams=16, vanishing=1000, cancelling=4, slow=4, idle=0)
 

@@ -4,12 +4,10 @@ from math import isfinite
 from pathlib import Path
 
 from wsbatch.model.simulated import StepCosts
-from wsbatch_bench.costs import same_for_both
-from wsbatch_bench.lengths import parse_lengths
-from wsbatch_bench.setting import Setting
-from wsbatch_bench.stage import VirtualStage
-from wsbatch_bench.study import Scenario, Study, StudyRow, run_study, studies, study_table
-from wsbatch_bench.study_chart import draw_study
+from wsbatch_bench.load.specs import parse_lengths
+from wsbatch_bench.sweep.setting import Setting, same_for_both
+from wsbatch_bench.sweep.stage import VirtualStage
+from wsbatch_bench.sweep.study import Scenario, Study, StudyRow, draw_study, run_study, studies, study_table
 
 STAGE = VirtualStage(same_for_both(StepCosts(tau_s=0.010, alpha_s=0.0005, beta_s=0.0001)))
 

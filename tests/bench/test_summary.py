@@ -12,13 +12,12 @@ import trio
 from trio.testing import MockClock
 
 from wsbatch.messages import Accepted, BatchReport, Finished, Timing, Tokens, Usage
-from wsbatch_bench.load import LoadPlan, LoadRun, run_load
-from wsbatch_bench.record import Record
-from wsbatch_bench.summary import parse_goodput, summarise
-from wsbatch_bench.target import open_websocket_target
-from wsbatch_bench.text_report import summary_lines
-from wsbatch_bench.totals import ServerTotals, parse_totals
-from wsbatch_bench.vllm_json import result_json
+from wsbatch_bench.load.generator import LoadPlan, LoadRun, run_load
+from wsbatch_bench.load.record import Record
+from wsbatch_bench.load.results import result_json, summary_lines
+from wsbatch_bench.load.server import ServerTotals, parse_totals
+from wsbatch_bench.load.summary import parse_goodput, summarise
+from wsbatch_bench.load.target import open_websocket_target
 
 from .harness import load, short_trace
 

@@ -7,15 +7,13 @@ from pathlib import Path
 import pytest
 
 from wsbatch.model.simulated import StepCosts
-from wsbatch_bench.cell import Cell, CellResult, from_json, to_json
-from wsbatch_bench.chart import pareto
-from wsbatch_bench.choose import choose
-from wsbatch_bench.costs import parse_costs, same_for_both
-from wsbatch_bench.setting import Setting, default_grid, parse_setting
-from wsbatch_bench.slo import parse_slo
-from wsbatch_bench.stage import VirtualStage, serve_command
-from wsbatch_bench.sweep import Results, Sweep, grid, run_cells
-from wsbatch_bench.sweep_files import SweepDocument, read_sweep
+from wsbatch_bench.sweep.cell import Cell, CellResult, from_json, to_json
+from wsbatch_bench.sweep.choose import choose
+from wsbatch_bench.sweep.files import SweepDocument, pareto, read_sweep
+from wsbatch_bench.sweep.grid import Results, Sweep, grid, run_cells
+from wsbatch_bench.sweep.setting import Setting, default_grid, parse_costs, parse_setting, same_for_both
+from wsbatch_bench.sweep.slo import parse_slo
+from wsbatch_bench.sweep.stage import VirtualStage, serve_command
 
 from .harness import cell, short_trace
 
@@ -111,6 +109,9 @@ def test_the_files_of_a_sweep(tmp_path: Path) -> None:
         "http://purl", ""
     )
     assert "src=" not in report
+    page = (tmp_path / "sweep.md").read_text()
+    assert "chosen     dynamic b8 w0: carries 1 requests/s" in page
+    assert page.count("| dynamic b8 w0 |") == 2
     assert read_sweep(tmp_path).cells[1].e2e_p95_s == inf
     assert (tmp_path / "sweep.csv").read_text().count("\n") == 4
 

@@ -10,9 +10,8 @@ from statistics import fmean
 import pytest
 from scipy import stats as scipy_stats
 
-from wsbatch_bench.arrivals import parse_arrivals
-from wsbatch_bench.lengths import DEFAULT_OUTPUTS, DEFAULT_PROMPTS, parse_lengths
-from wsbatch_bench.trace import draw_trace, load_trace
+from wsbatch_bench.load.specs import DEFAULT_OUTPUTS, DEFAULT_PROMPTS, parse_arrivals, parse_lengths
+from wsbatch_bench.load.trace import draw_trace, load_trace
 
 
 def gaps(spec: str, count: int = 4000, seed: int = 1) -> list[float]:

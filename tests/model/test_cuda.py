@@ -10,6 +10,7 @@ import torch
 import transformers
 import trio
 
+from lab_tools.gpu.checks import agreement, alone, together
 from wsbatch.config import EngineConfig
 from wsbatch.errors import StepFailed
 from wsbatch.model.loading import DTYPES, LoadedModel, load
@@ -20,8 +21,7 @@ from wsbatch.model.sampling import sample
 from wsbatch.opening import make_scheduler
 from wsbatch.steps import PagedRow, PagedStep, RowSampling
 from wsbatch.worker import ThreadWorker
-from wsbatch_bench.bare_loop import LoopRequest, run_loop
-from wsbatch_bench.gpu.checks import agreement, alone, together
+from wsbatch_bench.steps.bare_loop import LoopRequest, run_loop
 
 DEVICE = "cuda"
 FAMILIES = ["llama", "qwen3", "mistral", "gpt2"]

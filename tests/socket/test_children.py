@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from lab_tools.stamped import stamped_command
 from wsbatch.processes import keep_working_directory_off_paths, module_command
-from wsbatch_bench.router_cost import module_process
-from wsbatch_bench.stage import open_server_process
+from wsbatch_bench.load.server import server_process, wsbatch_command
 
 ROOT = Path(__file__).parent.parent.parent
 PLANTED = ("json", "torch", "socket", "wsbatch", "trio", "pickle")
@@ -24,6 +24,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in PLANTED:
         (tmp_path / f"{name}.py").write_text(f"open({str(mark)!r}, 'w').close()\nraise SystemExit(9)\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)  # an earlier test may have run a command in this process
     yield mark
     assert not mark.exists()
 
@@ -35,15 +36,13 @@ def test_a_module_of_ours_runs_without_it(planted: Path) -> None:
     assert subprocess.run(module_command("wsbatch", "--version"), capture_output=True).returncode == 0
 
 
-async def test_the_bench_starts_servers_without_it(planted: Path) -> None:
-    async with open_server_process("simulated", []):
-        pass
-    with module_process("wsbatch_bench.stamped", "--interval-ms", "5"):
-        pass
+@pytest.mark.parametrize("command", [wsbatch_command("serve", "--model", "simulated"), stamped_command(5)], ids=str)
+def test_the_bench_starts_servers_without_it(command: list[str], planted: Path) -> None:
+    with server_process(command) as server:
+        assert server.url.startswith("ws://127.0.0.1:")
 
 
 def test_neither_do_the_children_of_multiprocessing(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     keep_working_directory_off_paths()
     process = multiprocessing.get_context("spawn").Process(target=int)

@@ -1,6 +1,6 @@
 """Clients that connect, generate and vanish, over and over, on real sockets: a real engine is left as it was.
 
-`wsbatch-bench soak --vanish 1000` does the same against a server process.
+`python bench/lab/soak.py --vanish 1000` does the same against a server process.
 """
 
 import os

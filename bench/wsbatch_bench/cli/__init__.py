@@ -3,28 +3,9 @@
 import sys
 from collections.abc import Sequence
 
-from wsbatch.cli.parsing import Parser, help_format
+from wsbatch.cli.parsing import Parser, help_format, say_error
 from wsbatch.cli.streams import run_command
 from wsbatch.processes import keep_working_directory_off_paths
-from wsbatch_bench.cli import (
-    calibrate,
-    choose,
-    compare,
-    convoy,
-    load,
-    offline,
-    overload,
-    plan,
-    replicas,
-    router,
-    scaling,
-    soak,
-    stall,
-    static,
-    streaming,
-    study,
-    sweep,
-)
 
 _DESCRIPTION = """\
 Measure a token server: put load on it, find out what each batching setting costs and buys, and
@@ -39,27 +20,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    try:
+        # Here, because the base install brings this package, but not the libraries that it needs.
+        from wsbatch_bench.cli import calibrate, choose, compare, load, plan, scaling, static, study, sweep
+    except ModuleNotFoundError as error:
+        say_error("wsbatch-bench", f"{error.name} is not installed: the bench needs `pip install 'wsbatch[bench]'`")
+        return 1
     parser = Parser(prog="wsbatch-bench", description=_DESCRIPTION, formatter_class=help_format)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (
-        load,
-        compare,
-        calibrate,
-        sweep,
-        choose,
-        study,
-        static,
-        scaling,
-        soak,
-        stall,
-        streaming,
-        convoy,
-        offline,
-        overload,
-        router,
-        plan,
-        replicas,
-    ):
+    for command in (load, compare, calibrate, sweep, choose, study, static, scaling, plan):
         command.add_command(commands)
     arguments = parser.parse_args(argv)
     status: int = arguments.run(arguments)

@@ -5,16 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wsbatch.cli.parsing import Commands, add_parser, say_error
-from wsbatch_bench.choose import choose, refine
-from wsbatch_bench.costs import parse_costs_json
-from wsbatch_bench.html_report import choice_lines
-from wsbatch_bench.slo import parse_slo
-from wsbatch_bench.stage import RealStage, Stage, VirtualStage
-from wsbatch_bench.sweep import Sweep
-from wsbatch_bench.trace import load_trace
+from wsbatch_bench.load.trace import load_trace
+from wsbatch_bench.sweep.choose import choice_lines, choose, refine
+from wsbatch_bench.sweep.grid import Sweep
+from wsbatch_bench.sweep.setting import parse_costs_json
+from wsbatch_bench.sweep.slo import parse_slo
+from wsbatch_bench.sweep.stage import RealStage, Stage, VirtualStage
 
 if TYPE_CHECKING:
-    from wsbatch_bench.sweep_files import SweepDocument
+    from wsbatch_bench.sweep.files import SweepDocument
 
 NONE, UNDECIDED = 4, 5
 
@@ -48,7 +47,7 @@ def add_command(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Choose; the exit status."""
     # Here, because matplotlib takes a second to import.
-    from wsbatch_bench.sweep_files import SweepDocument, read_sweep
+    from wsbatch_bench.sweep.files import SweepDocument, read_sweep
 
     try:
         slo = parse_slo(arguments.slo)

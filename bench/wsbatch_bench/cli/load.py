@@ -16,19 +16,17 @@ import trio
 from wsbatch.cli.parsing import TOKEN_VARIABLE, Commands, add_parser, say_error, token_from_environment
 from wsbatch.client import connect
 from wsbatch.errors import WsbatchError
-from wsbatch_bench.baseline import open_transformers_target
-from wsbatch_bench.calibration import load_calibration
-from wsbatch_bench.cli.workload import WORKLOAD_HELP, add_workload, read_trace, read_warmups
-from wsbatch_bench.http_client import HttpFailed, dial_url
-from wsbatch_bench.live import show_progress
-from wsbatch_bench.load import LoadPlan, LoadRun, run_load
-from wsbatch_bench.openai_target import OpenAiTarget
-from wsbatch_bench.summary import parse_goodput, summarise
-from wsbatch_bench.target import Target, open_websocket_target
-from wsbatch_bench.text_prompts import TextPrompts
-from wsbatch_bench.text_report import summary_lines
-from wsbatch_bench.trace import Trace
-from wsbatch_bench.vllm_json import result_json
+from wsbatch_bench.cli.calibrate import load_calibration
+from wsbatch_bench.cli.flags import WORKLOAD_HELP, add_workload, read_trace, read_warmups
+from wsbatch_bench.load.baseline import open_transformers_target
+from wsbatch_bench.load.generator import LoadPlan, LoadRun, run_load
+from wsbatch_bench.load.http_client import HttpFailed, dial_url
+from wsbatch_bench.load.live import show_progress
+from wsbatch_bench.load.openai_target import OpenAiTarget, TextPrompts
+from wsbatch_bench.load.results import result_json, summary_lines
+from wsbatch_bench.load.summary import parse_goodput, summarise
+from wsbatch_bench.load.target import Target, open_websocket_target
+from wsbatch_bench.load.trace import Trace
 
 INVALID = 3
 _BASELINE = "transformers:"

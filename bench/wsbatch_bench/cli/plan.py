@@ -3,13 +3,9 @@
 import argparse
 
 from wsbatch.cli.parsing import Commands, add_parser, say_error
-from wsbatch_bench.arrivals import parse_arrivals
-from wsbatch_bench.cell import CellResult
-from wsbatch_bench.cli.model_flags import sizes
-from wsbatch_bench.cli.workload import WORKLOAD_HELP, add_workload, read_trace
-from wsbatch_bench.costs import parse_costs
-from wsbatch_bench.lengths import lengths_of, parse_lengths
-from wsbatch_bench.plan import (
+from wsbatch_bench.cli.flags import WORKLOAD_HELP, add_workload, read_trace, sizes
+from wsbatch_bench.load.specs import lengths_of, parse_arrivals, parse_lengths
+from wsbatch_bench.plan.planner import (
     FRONT_END_TOKENS_PER_S,
     MAX_LOAD,
     ROUTER_TOKENS_PER_S,
@@ -22,8 +18,9 @@ from wsbatch_bench.plan import (
     find,
     routers_for,
 )
-from wsbatch_bench.setting import parse_setting
-from wsbatch_bench.slo import parse_slo
+from wsbatch_bench.sweep.cell import CellResult
+from wsbatch_bench.sweep.setting import parse_costs, parse_setting
+from wsbatch_bench.sweep.slo import parse_slo
 
 NONE = 4
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch.opening import make_scheduler
-from wsbatch_bench.bare_model import load_bare
-from wsbatch_bench.cli.model_flags import add_model_flags, engine_config, read_costs, sizes
-from wsbatch_bench.engine_run import run_engine
-from wsbatch_bench.scaling import Scaling, batch_requests, measure_scaling
-from wsbatch_bench.trace import draw_trace
+from wsbatch_bench.cli.flags import add_model_flags, engine_config, read_costs, sizes
+from wsbatch_bench.load.trace import draw_trace
+from wsbatch_bench.steps.bare_loop import load_bare
+from wsbatch_bench.steps.engine_run import run_engine
+from wsbatch_bench.steps.scaling import Scaling, batch_requests, draw_scaling, measure_scaling
 
 _LARGEST_CHUNK = 4096
 
@@ -120,9 +120,6 @@ def _lines(scaling: Scaling, efficiency: float) -> list[str]:
 
 
 def _save(arguments: argparse.Namespace, scaling: Scaling, description: str) -> None:
-    # Here, because matplotlib takes a second to import.
-    from wsbatch_bench.scaling_chart import draw_scaling
-
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     name = arguments.scheduler

@@ -8,13 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from wsbatch.cli.parsing import Commands, add_parser, say_error
-from wsbatch_bench.bare_loop import LoopRequest
-from wsbatch_bench.bare_model import load_bare
-from wsbatch_bench.cli.model_flags import add_model_flags, engine_config, read_costs, sizes
-from wsbatch_bench.lengths import DEFAULT_OUTPUTS, Lengths, parse_lengths
-from wsbatch_bench.setting import Setting
-from wsbatch_bench.static_batch import BatchCost, measure_batches, pooled_waste
-from wsbatch_bench.trace import Trace, draw_trace
+from wsbatch_bench.cli.flags import add_model_flags, engine_config, read_costs, sizes
+from wsbatch_bench.load.specs import DEFAULT_OUTPUTS, Lengths, parse_lengths
+from wsbatch_bench.load.trace import Trace, draw_trace
+from wsbatch_bench.steps.bare_loop import LoopRequest, load_bare
+from wsbatch_bench.steps.static_batch import BatchCost, draw_timeline, draw_waste, measure_batches, pooled_waste
+from wsbatch_bench.sweep.setting import Setting
 
 _DESCRIPTION = """\
 Account for batches that run to completion, in this process: decode slots issued and useful, and
@@ -129,9 +128,6 @@ def _size_lines(measured: dict[int, list[BatchCost]], lengths: Lengths) -> list[
 def _save(
     arguments: argparse.Namespace, description: str, stated: dict[str, BatchCost], measured: dict[int, list[BatchCost]]
 ) -> None:
-    # Here, because matplotlib takes a second to import.
-    from wsbatch_bench.static_charts import draw_timeline, draw_waste
-
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     with (out / "static.csv").open("w", newline="") as file:

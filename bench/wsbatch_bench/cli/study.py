@@ -7,16 +7,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from wsbatch.cli.parsing import Commands, add_parser, say_error
-from wsbatch_bench.arrivals import parse_arrivals
-from wsbatch_bench.cli.workload import add_requests, read_warmups
-from wsbatch_bench.costs import DEFAULT_COSTS, parse_costs, same_for_both
-from wsbatch_bench.lengths import parse_lengths
-from wsbatch_bench.setting import Setting
-from wsbatch_bench.stage import RealStage, Stage, VirtualStage
-from wsbatch_bench.study import Scenario, StudyRow, run_study, studies, study_table
-from wsbatch_bench.sweep import Sweep
-from wsbatch_bench.trace import draw_trace
-from wsbatch_bench.vllm_json import plain
+from wsbatch_bench.cli.flags import add_requests, read_warmups
+from wsbatch_bench.load.results import plain
+from wsbatch_bench.load.specs import parse_arrivals, parse_lengths
+from wsbatch_bench.load.trace import draw_trace
+from wsbatch_bench.sweep.grid import Sweep
+from wsbatch_bench.sweep.setting import DEFAULT_COSTS, Setting, parse_costs, same_for_both
+from wsbatch_bench.sweep.stage import RealStage, Stage, VirtualStage
+from wsbatch_bench.sweep.study import Scenario, StudyRow, draw_study, run_study, studies, study_table
 
 _DESCRIPTION = """\
 Compare settings request by request on the same trace:
@@ -97,9 +95,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _save(arguments: argparse.Namespace, rows: list[StudyRow], table: str, title: str) -> None:
-    # Here, because matplotlib takes a second to import.
-    from wsbatch_bench.study_chart import draw_study
-
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     name = arguments.study

@@ -7,16 +7,24 @@ from math import isfinite
 from pathlib import Path
 
 from wsbatch.cli.parsing import Commands, add_parser, say_error
-from wsbatch_bench.cell import CellResult
-from wsbatch_bench.choose import choose
-from wsbatch_bench.cli.workload import WORKLOAD_HELP, add_workload, read_trace, read_warmups
-from wsbatch_bench.costs import DEFAULT_COSTS, Costs, costs_json, parse_costs, same_for_both
-from wsbatch_bench.html_report import choice_lines
-from wsbatch_bench.lengths import DEFAULT_OUTPUTS, DEFAULT_PROMPTS
-from wsbatch_bench.setting import BATCH_SIZES, Setting, default_grid, parse_setting
-from wsbatch_bench.slo import parse_slo
-from wsbatch_bench.stage import RealStage, Stage, VirtualStage
-from wsbatch_bench.sweep import FRACTIONS, Results, Sweep, grid, run_cells
+from wsbatch_bench.cli.flags import WORKLOAD_HELP, add_workload, read_trace, read_warmups
+from wsbatch_bench.load.specs import DEFAULT_OUTPUTS, DEFAULT_PROMPTS
+from wsbatch_bench.sweep.cell import CellResult
+from wsbatch_bench.sweep.choose import choice_lines, choose
+from wsbatch_bench.sweep.grid import FRACTIONS, Results, Sweep, grid, run_cells
+from wsbatch_bench.sweep.setting import (
+    BATCH_SIZES,
+    DEFAULT_COSTS,
+    Costs,
+    Setting,
+    costs_json,
+    default_grid,
+    parse_costs,
+    parse_setting,
+    same_for_both,
+)
+from wsbatch_bench.sweep.slo import parse_slo
+from wsbatch_bench.sweep.stage import RealStage, Stage, VirtualStage
 
 _DESCRIPTION = """\
 Measure every setting at three rates: throughput, latencies, slot utilisation and waste, as CSV,
@@ -97,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     choice = choose(done, arguments.slo) if arguments.slo else None
     # Here, because matplotlib takes a second to import.
-    from wsbatch_bench.sweep_files import SweepDocument
+    from wsbatch_bench.sweep.files import SweepDocument
 
     document = SweepDocument(_meta(arguments, sweep, capacity, costs), done)
     names = document.write(out, choice)

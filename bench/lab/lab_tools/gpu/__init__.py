@@ -1,0 +1,1 @@
+"""The stages of `gpu_check.py`."""

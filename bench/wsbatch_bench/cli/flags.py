@@ -1,0 +1,122 @@
+"""Flags that several commands share: of the model and of the workload. Names are vLLM's where vLLM has the flag."""
+
+import argparse
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from wsbatch.config import EngineConfig
+from wsbatch_bench.load.specs import DEFAULT_OUTPUTS, DEFAULT_PROMPTS, parse_arrivals, parse_lengths
+from wsbatch_bench.load.trace import Trace, draw_trace, load_trace
+from wsbatch_bench.sweep.setting import DEFAULT_COSTS, Costs, parse_costs, same_for_both
+
+
+def add_model_flags(parser: argparse.ArgumentParser, *, scheduler: str | None) -> None:
+    """Add them; `scheduler` is the default, None leaves that flag out."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", default="demo", metavar="TEXT", help="as `wsbatch serve` takes it; or `simulated`")
+    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    group.add_argument("--threads", type=int, metavar="N", help="of the model (default: torch's own choice)")
+    group.add_argument(
+        "--costs", metavar="COSTS", help="of the simulated model: tau_ms=…,alpha_ms=…,beta_ms=…, or a file of `scaling`"
+    )
+    if scheduler is not None:
+        group.add_argument(
+            "--scheduler", choices=("dynamic", "continuous"), default=scheduler, help="default: %(default)s"
+        )
+
+
+def engine_config(arguments: argparse.Namespace, **fields: Any) -> EngineConfig:
+    """The configuration that the flags ask for. Raises ValueError."""
+    own = {"model": arguments.model, "dtype": arguments.dtype, "threads": arguments.threads, "max_wait_ms": 0.0}
+    if hasattr(arguments, "scheduler"):
+        own["scheduler"] = arguments.scheduler
+    # With room for slow steps the first ones are as large as any other, although nothing is known of their costs.
+    return EngineConfig(**(own | {"prefix_cache": False, "step_stall_s": 3600.0} | fields))
+
+
+def read_costs(arguments: argparse.Namespace) -> Costs:
+    """The simulated model's costs. Raises ValueError or OSError."""
+    return parse_costs(arguments.costs) if arguments.costs else same_for_both(DEFAULT_COSTS)
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """An argparse type: batch sizes, separated by commas."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers of at least 1, separated by commas")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+WORKLOAD_HELP = """\
+arrivals:
+  poisson | constant | gamma:burstiness=0.5 | bursts:k=4,spread_ms=10 | on-off:requests=20,duty=0.25
+  closed:clients=8,think_ms=0        no schedule: each client sends when its last answer has come
+lengths:
+  lognormal:median=100,sigma=0.9,min=1,max=1000 | fixed:tokens=128 | empirical:FILE (a number a line)
+"""
+
+
+def add_workload(parser: argparse.ArgumentParser, *, measured: int) -> None:
+    """Add the flags of one workload."""
+    group = add_requests(parser, measured=measured)
+    group.add_argument("--arrivals", default="poisson", metavar="SPEC", help="default: %(default)s")
+    group.add_argument("--burstiness", type=float, metavar="X", help="short for --arrivals gamma:burstiness=X")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="replay this JSONL trace instead")
+
+
+def add_requests(parser: argparse.ArgumentParser, *, measured: int) -> argparse._ArgumentGroup:
+    """Add the flags that say what the requests are, and how many, but not when they come."""
+    group = parser.add_argument_group("workload")
+    group.add_argument("--prompt-lengths", default=DEFAULT_PROMPTS, metavar="SPEC", help="default: %(default)s")
+    group.add_argument("--output-lengths", default=DEFAULT_OUTPUTS, metavar="SPEC", help="default: %(default)s")
+    group.add_argument(
+        "--num-prompts", type=_count, default=measured, metavar="N", help="measured requests (default: %(default)s)"
+    )
+    group.add_argument(
+        "--num-warmups",
+        type=_natural,
+        metavar="N",
+        help="requests before the measured ones, under the same load (default: a fifth of them; 0 at an infinite rate)",
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    return group
+
+
+def read_trace(arguments: argparse.Namespace) -> Trace:
+    """The trace that the flags ask for. Raises ValueError or OSError."""
+    if arguments.trace is not None:
+        return load_trace(arguments.trace)
+    arrivals = arguments.arrivals
+    if arguments.burstiness is not None:
+        if arrivals != "poisson":
+            raise ValueError("--burstiness goes with no --arrivals: it is one")
+        arrivals = f"gamma:burstiness={arguments.burstiness:g}"
+    return draw_trace(
+        # Some more than measured: the cool-down uses them before the trace begins anew.
+        2 * (arguments.num_prompts + read_warmups(arguments, 1.0)),
+        parse_arrivals(arrivals),
+        prompts=parse_lengths(arguments.prompt_lengths),
+        outputs=parse_lengths(arguments.output_lengths),
+        seed=arguments.seed,
+    )
+
+
+def read_warmups(arguments: argparse.Namespace, rate: float) -> int:
+    """The number of warm-up requests."""
+    if arguments.num_warmups is not None:
+        return int(arguments.num_warmups)
+    return 0 if rate == inf else int(arguments.num_prompts) // 5
+
+
+def _count(text: str) -> int:
+    number = _natural(text)
+    if number == 0:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
+    return int(text)

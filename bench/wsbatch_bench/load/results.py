@@ -1,0 +1,143 @@
+"""A run's summary as lines for a terminal, and as the JSON that vLLM's `bench serve --save-result` writes."""
+
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from math import isfinite, isinf
+from statistics import fmean, median, pstdev
+from typing import Any
+
+from wsbatch_bench.load.generator import LoadRun
+from wsbatch_bench.load.record import TTFT_PARTS
+from wsbatch_bench.load.summary import Latency, Summary
+from wsbatch_bench.quantiles import observed_quantile
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds with three significant figures or so; ∞ where too many requests failed."""
+    if not isfinite(seconds):
+        return "∞" if seconds > 0 else "–"
+    return f"{seconds * 1000:,.0f}" if seconds >= 0.1 else f"{seconds * 1000:.1f}"
+
+
+def summary_lines(summary: Summary, *, offered: str) -> list[str]:
+    """The report of one run."""
+    lines = [
+        f"measured requests    {summary.sent}, answered {summary.completed}"
+        + "".join(f", {code} {count}" for code, count in sorted(summary.errors.items())),
+        f"offered              {offered}",
+        f"throughput           {summary.request_throughput:.3g} requests/s, {summary.output_throughput:,.1f} output "
+        f"tokens/s over {summary.duration_s:.1f} s",
+    ]
+    if summary.goodput is not None:
+        lines.append(f"goodput              {summary.goodput:.3g} requests/s within the bounds")
+    lines += [
+        "",
+        f"{'milliseconds':20} {'p50':>9} {'p95':>9} {'(95 % interval)':>21} {'p99':>9}",
+        _latency("TTFT", summary.ttft),
+        _latency("  from sending", summary.ttft_sent),
+        _latency("end to end", summary.e2e),
+        _latency("  from sending", summary.e2e_sent),
+        _latency("time per token", summary.tpot),
+    ]
+    if summary.ttft_parts:
+        lines += ["", f"{'TTFT is made of':20} " + " ".join(f"{name.replace('_', ' '):>11}" for name in TTFT_PARTS)]
+        for name, parts in (("  on average", summary.ttft_parts), ("  of the p95 request", summary.ttft_parts_p95)):
+            if parts:
+                lines.append(f"{name:20} " + " ".join(f"{ms(parts[part]):>11}" for part in TTFT_PARTS))
+    stability = summary.stability
+    lines += [
+        "",
+        f"stability            {stability.verdict}: unserved requests grow by {stability.growth_fraction:.1%} of those "
+        f"that come; {stability.mean_in_system:.1f} in the system; λW/L {stability.little_ratio:.2f}",
+    ]
+    if isfinite(summary.slot_utilization):
+        lines.append(
+            f"decode slots         {summary.slot_utilization:.1%} used, {summary.mean_rows:.1f} rows a step; waste of "
+            f"all slots {summary.waste_fraction:.1%}"
+        )
+    counted = "not told by the server" if summary.server_tokens is None else f"{summary.server_tokens:,} by the server"
+    lines += [
+        f"output tokens        {summary.client_tokens:,} counted here, {counted}",
+        f"client lag           {ms(summary.worst_lag_s)} ms at worst",
+        *(f"INVALID              {reason}" for reason in summary.invalid),
+    ]
+    return lines
+
+
+def _latency(name: str, latency: Latency) -> str:
+    interval = f"({ms(latency.p95.low)} … {ms(latency.p95.high)})"
+    return f"{name:20} {ms(latency.p50):>9} {ms(latency.p95.value):>9} {interval:>21} {ms(latency.p99):>9}"
+
+
+def result_json(run: LoadRun, summary: Summary, *, backend: str, model: str, date: datetime | None = None) -> Any:
+    """The result as plain data."""
+    measured = run.measured
+    first = run.plan.trace.arrivals
+    result: dict[str, Any] = {
+        "date": (date or datetime.now(UTC)).strftime("%Y%m%d-%H%M%S"),
+        "backend": backend,
+        "model_id": model,
+        "tokenizer_id": model,
+        "num_prompts": run.plan.measured,
+        "request_rate": "inf" if isinf(run.plan.rate) else run.plan.rate,
+        "burstiness": float(first.rpartition("=")[2]) if first.startswith("gamma") else 1.0,
+        "max_concurrency": None,
+        "duration": summary.duration_s,
+        "completed": summary.completed,
+        "failed": summary.sent - summary.completed,
+        "total_input_tokens": sum(record.prompt_tokens for record in measured if record.ok),
+        "total_output_tokens": sum(record.tokens for record in measured if record.ok),
+        "request_throughput": summary.request_throughput,
+        "request_goodput": summary.goodput,
+        "output_throughput": summary.output_throughput,
+        "total_token_throughput": summary.output_throughput
+        + sum(record.prompt_tokens for record in measured if record.ok) / summary.duration_s,
+        "input_lens": [record.prompt_tokens for record in measured],
+        "output_lens": [record.tokens for record in measured],
+        "ttfts": [record.ttft_s for record in measured],
+        "itls": [record.gaps_s for record in measured],
+        "start_times": [record.scheduled_s for record in measured],
+        "errors": [record.error or "" for record in measured],
+    }
+    gaps = [gap for record in measured for gap in record.gaps_s]
+    for name, values in (
+        ("ttft", [record.ttft_s for record in measured]),
+        ("tpot", [record.tpot_s for record in measured]),
+        ("itl", gaps),
+        ("e2el", [record.e2e_s for record in measured]),
+    ):
+        result |= _statistics(name, values)
+    result["wsbatch"] = asdict(summary) | {
+        "trace_sha256": run.plan.trace.sha256,
+        "arrivals": run.plan.trace.arrivals,
+        "prompts": run.plan.trace.prompts,
+        "outputs": run.plan.trace.outputs,
+        "seed": run.plan.trace.seed,
+        "warmup": run.plan.warmup,
+        "sent_in_all": len(run.records),
+        "machine": f"{platform.machine()} {platform.system()}, Python {platform.python_version()}",
+    }
+    return plain(result)
+
+
+def plain(value: Any) -> Any:
+    """Without what JSON cannot say: infinite and undefined numbers become null, tuples lists."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value
+
+
+def _statistics(name: str, values: Sequence[float]) -> dict[str, float]:
+    """In milliseconds. As in vLLM, mean, median and deviation are those of answered requests; quantiles count all."""
+    finite = [value * 1000 for value in values if isfinite(value)] or [float("nan")]
+    return {
+        f"mean_{name}_ms": fmean(finite),
+        f"median_{name}_ms": median(finite),
+        f"std_{name}_ms": pstdev(finite) if len(finite) > 1 else 0.0,
+    } | {f"p{q}_{name}_ms": observed_quantile(values, q / 100) * 1000 for q in (50, 95, 99)}

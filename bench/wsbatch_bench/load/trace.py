@@ -1,0 +1,195 @@
+"""A trace: which request comes when, and how long it is. Drawn once at unit rate, saved with its hash, rescaled."""
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from math import isinf
+from operator import itemgetter
+from pathlib import Path
+
+from wsbatch_bench.load.specs import (
+    DEFAULT_OUTPUTS,
+    DEFAULT_PROMPTS,
+    Arrivals,
+    ClosedLoop,
+    Lengths,
+    parse_arrivals,
+    parse_lengths,
+)
+
+_FORMAT = "wsbatch-trace-1"
+# Prompt ids: printable ASCII in byte-level vocabularies, no special token in any.
+_PROMPT_IDS = range(32, 127)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One request. `unit` is its time in mean gaps, `offset_s` is added after rescaling; lengths in tokens."""
+
+    unit: float
+    offset_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One request of a schedule: send `entry` at `at_s`, counted from the schedule's start."""
+
+    index: int
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Entries, and how they were made.
+
+    Attributes:
+        arrivals: the spec of the arrival process, or `replay`.
+        prompts: the spec of the prompt lengths; likewise for `outputs`.
+        seed: of everything that was drawn, and of the prompts' contents.
+        entries: in the order in which they were drawn.
+        natural_rate: requests a second of a replayed trace; None where a rate must be given.
+    """
+
+    arrivals: str
+    prompts: str
+    outputs: str
+    seed: int
+    entries: tuple[Entry, ...]
+    natural_rate: float | None = None
+
+    @property
+    def closed(self) -> ClosedLoop | None:
+        """The closed loop, where the trace has no schedule of its own."""
+        return None if self.arrivals == "replay" else parse_arrivals(self.arrivals).closed
+
+    @property
+    def sha256(self) -> str:
+        """Of the saved file's bytes."""
+        return hashlib.sha256(self._text().encode()).hexdigest()
+
+    def save(self, path: Path) -> str:
+        """Write it as JSON lines; returns the hash."""
+        path.write_text(self._text())
+        return self.sha256
+
+    def schedule(self, rate: float) -> Iterator[Planned]:
+        """Its requests at `rate` a second, by time, without end: after the last entry the trace begins anew.
+
+        At an infinite rate everything comes at once (and only once).
+        """
+        if isinf(rate):
+            yield from (_planned(index, 0.0, entry) for index, entry in enumerate(self.entries))
+            return
+        # One mean gap after the last: the rate stays what it is across the seam.
+        period_s = (max(entry.unit for entry in self.entries) + 1) / rate
+        timed = sorted(((entry.unit / rate + entry.offset_s, entry) for entry in self.entries), key=itemgetter(0))
+        start_s, index = 0.0, 0
+        while True:
+            for at_s, entry in timed:
+                yield _planned(index, start_s + at_s, entry)
+                index += 1
+            start_s += period_s
+
+    def prompt_ids(self, index: int, tokens: int) -> tuple[int, ...]:
+        """The prompt of request `index`: of exactly this length, and sharing no prefix with another's."""
+        return tuple(random.Random(f"{self.seed}/{index}").choices(_PROMPT_IDS, k=tokens))
+
+    def _text(self) -> str:
+        head = {
+            "format": _FORMAT,
+            "arrivals": self.arrivals,
+            "prompts": self.prompts,
+            "outputs": self.outputs,
+            "seed": self.seed,
+            "natural_rate": self.natural_rate,
+        }
+        lines = [head, *({name: getattr(entry, name) for name in Entry.__slots__} for entry in self.entries)]
+        return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def draw_trace(
+    count: int,
+    arrivals: Arrivals | None = None,
+    *,
+    prompts: Lengths | None = None,
+    outputs: Lengths | None = None,
+    seed: int = 0,
+) -> Trace:
+    """Draw `count` requests; by default the standard workload: Poisson, prompts of 200 and outputs of 100 tokens."""
+    if count < 1:
+        raise ValueError(f"a trace of {count} requests: must be at least 1")
+    arrivals = arrivals or parse_arrivals("poisson")
+    prompts = prompts or parse_lengths(DEFAULT_PROMPTS)
+    outputs = outputs or parse_lengths(DEFAULT_OUTPUTS)
+    # A generator for each: another arrival process then leaves the lengths as they are.
+    times, lengths, ends = (random.Random(f"{seed}/{name}") for name in ("arrivals", "prompts", "outputs"))
+    entries = tuple(
+        Entry(round(unit, 9), round(offset_s, 9), prompts.draw(lengths), outputs.draw(ends))
+        for unit, offset_s in islice(arrivals.draw(times), count)
+    )
+    return Trace(arrivals.spec, prompts.spec, outputs.spec, seed, entries)
+
+
+def load_trace(path: Path) -> Trace:
+    """Read a trace: one that was saved, or bare lines `{"at_s": …, "prompt_tokens": …, "output_tokens": …}`.
+
+    Raises OSError, or ValueError naming the line.
+    """
+    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    head: dict[str, object] = {}
+    times: list[float] = []
+    entries: list[Entry] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            if number == 1 and record.get("format") == _FORMAT:
+                head = record
+                continue
+            unit = record["unit"] if head else record["at_s"]
+            times.append(float(unit))
+            entries.append(
+                Entry(
+                    times[-1],
+                    float(record.get("offset_s", 0.0)),
+                    _positive(record["prompt_tokens"]),
+                    _positive(record["output_tokens"]),
+                )
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}: not a trace entry ({type(error).__name__}: {error})") from None
+    if not entries:
+        raise ValueError(f"{path}: a trace needs at least one entry")
+    if head:
+        return Trace(
+            str(head["arrivals"]),
+            str(head["prompts"]),
+            str(head["outputs"]),
+            int(str(head["seed"])),
+            tuple(entries),
+            None if head["natural_rate"] is None else float(str(head["natural_rate"])),
+        )
+    # Seconds become mean gaps, so that a foreign trace can be rescaled like any other.
+    first_s, last_s = min(times), max(times)
+    rate = (len(times) - 1) / (last_s - first_s) if last_s > first_s else 1.0
+    unified = tuple(
+        Entry((at_s - first_s) * rate, 0.0, entry.prompt_tokens, entry.output_tokens)
+        for at_s, entry in zip(times, entries, strict=True)
+    )
+    return Trace("replay", str(path), str(path), 0, unified, rate)
+
+
+def _planned(index: int, at_s: float, entry: Entry) -> Planned:
+    return Planned(index, at_s, entry.prompt_tokens, entry.output_tokens)
+
+
+def _positive(value: object) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{value!r} must be a whole number of at least 1")
+    return value

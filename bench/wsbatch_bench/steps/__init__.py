@@ -1,0 +1,1 @@
+"""Steps of a model in this process: what a scheduler and a model cost by themselves."""

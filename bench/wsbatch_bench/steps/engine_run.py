@@ -1,0 +1,81 @@
+"""The same requests through the engine itself, in this process: its tokens, and what the engine adds to the model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import trio
+
+from wsbatch.batch_engine import BatchEngine
+from wsbatch.config import EngineConfig
+from wsbatch.messages import GenerateRequest, SamplingParams, Tokens
+from wsbatch.model.simulated import StepCosts
+from wsbatch.opening import open_engine
+from wsbatch.stream import Stream
+from wsbatch.testing.worker import open_virtual_engine
+from wsbatch_bench.load.server import parse_totals
+from wsbatch_bench.steps.bare_loop import LoopRequest
+from wsbatch_bench.sweep.stage import run_virtual
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRun:
+    """Outputs in the order of the requests; seconds in all, and of them in the model."""
+
+    outputs: list[list[int]]
+    total_s: float
+    model_s: float
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that came."""
+        return sum(map(len, self.outputs))
+
+
+def run_engine(
+    config: EngineConfig, requests: Sequence[LoopRequest], *, costs: StepCosts, runs: int = 1
+) -> list[EngineRun]:
+    """Submit all requests at once and read every stream to its end; `runs` times on one engine.
+
+    The simulated model runs in virtual time. Raises what loading the model raises.
+    """
+    if config.model == "simulated":
+
+        async def virtual() -> list[EngineRun]:
+            async with open_virtual_engine(config, costs) as (engine, _):
+                return [await _run(engine, requests) for _ in range(runs)]
+
+        return run_virtual(virtual)
+
+    async def real() -> list[EngineRun]:
+        async with open_engine(config) as engine:
+            return [await _run(engine, requests) for _ in range(runs)]
+
+    return trio.run(real)
+
+
+async def _run(engine: BatchEngine, requests: Sequence[LoopRequest]) -> EngineRun:
+    model_before_s = parse_totals(engine.metrics.render().decode()).step_seconds
+    begin_s = trio.current_time()
+    streams = [
+        await engine.submit(
+            GenerateRequest(
+                id=index,
+                token_ids=request.prompt_ids,
+                sampling=SamplingParams(max_tokens=request.output_tokens, ignore_eos=True),
+            )
+        )
+        for index, request in enumerate(requests)
+    ]
+    outputs: list[list[int]] = [[] for _ in requests]
+    async with trio.open_nursery() as nursery:
+        for stream, output in zip(streams, outputs, strict=True):
+            nursery.start_soon(_read, stream, output)
+    total_s = trio.current_time() - begin_s
+    model_s = parse_totals(engine.metrics.render().decode()).step_seconds - model_before_s
+    return EngineRun(outputs, total_s, model_s)
+
+
+async def _read(stream: Stream, output: list[int]) -> None:
+    async for event in stream:
+        if isinstance(event, Tokens):
+            output += event.token_ids

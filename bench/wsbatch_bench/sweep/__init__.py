@@ -1,0 +1,1 @@
+"""Many settings and rates, each a cell; a setting for an SLO."""

@@ -1,0 +1,146 @@
+"""One cell of a sweep: a setting at a rate, and what was measured there, flat enough for CSV."""
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+from wsbatch_bench.load.results import plain
+from wsbatch_bench.load.summary import Summary
+from wsbatch_bench.sweep.setting import Setting
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What to measure. `fraction` is the rate's share of the reference capacity."""
+
+    setting: Setting
+    fraction: float
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult:
+    """What was measured. Seconds, tokens, requests; `*_low` and `*_high` bound at 95 % (success: one-sided).
+
+    Attributes:
+        verdict: stable, unstable or undecided; `growth_fraction` and `little_ratio` are its grounds.
+        predicted_throughput, predicted_e2e_p95_s: of the same cell in virtual time; nan where nobody asked.
+        invalid: why not to believe it; empty for a valid cell.
+    """
+
+    engine: str
+    scheduler: str
+    max_batch_size: int
+    max_wait_ms: float
+    options: str
+    label: str
+    fraction: float
+    rate: float
+    sent: int
+    completed: int
+    request_throughput: float
+    output_throughput: float
+    ttft_p50_s: float
+    ttft_p95_s: float
+    ttft_p95_low_s: float
+    ttft_p95_high_s: float
+    e2e_p50_s: float
+    e2e_p95_s: float
+    e2e_p95_low_s: float
+    e2e_p95_high_s: float
+    tpot_p50_s: float
+    tpot_p95_s: float
+    tpot_p95_low_s: float
+    tpot_p95_high_s: float
+    success: float
+    success_low: float
+    success_high: float
+    slot_utilization: float
+    waste_fraction: float
+    mean_rows: float
+    verdict: str
+    growth_fraction: float
+    little_ratio: float
+    stopped_early: bool
+    worst_lag_s: float
+    invalid: str
+    predicted_throughput: float = nan
+    predicted_e2e_p95_s: float = nan
+
+    @property
+    def setting(self) -> Setting:
+        """What was measured."""
+        options = tuple((name, tuple(v) if isinstance(v, list) else v) for name, v in json.loads(self.options))
+        return Setting(self.scheduler, self.max_batch_size, self.max_wait_ms, options)
+
+    @property
+    def e2e_p95_error(self) -> float:
+        """The prediction over the measurement, minus one."""
+        return self.predicted_e2e_p95_s / self.e2e_p95_s - 1
+
+
+def cell_result(cell: Cell, summary: Summary, *, engine: str) -> CellResult:
+    """Flatten a summary."""
+    latencies: dict[str, float] = {}
+    for name, latency in (("ttft", summary.ttft), ("e2e", summary.e2e), ("tpot", summary.tpot)):
+        latencies |= {
+            f"{name}_p50_s": latency.p50,
+            f"{name}_p95_s": latency.p95.value,
+            f"{name}_p95_low_s": latency.p95.low,
+            f"{name}_p95_high_s": latency.p95.high,
+        }
+    return CellResult(
+        engine=engine,
+        scheduler=cell.setting.scheduler,
+        max_batch_size=cell.setting.max_batch_size,
+        max_wait_ms=cell.setting.max_wait_ms,
+        options=json.dumps(cell.setting.options),
+        label=cell.setting.label,
+        fraction=cell.fraction,
+        rate=cell.rate,
+        sent=summary.sent,
+        completed=summary.completed,
+        request_throughput=summary.request_throughput,
+        output_throughput=summary.output_throughput,
+        **latencies,
+        success=summary.success.value,
+        success_low=summary.success.low,
+        success_high=summary.success.high,
+        slot_utilization=summary.slot_utilization,
+        waste_fraction=summary.waste_fraction,
+        mean_rows=summary.mean_rows,
+        verdict=summary.stability.verdict,
+        growth_fraction=summary.stability.growth_fraction,
+        little_ratio=summary.stability.little_ratio,
+        stopped_early=summary.stopped_early,
+        worst_lag_s=summary.worst_lag_s,
+        invalid="; ".join(summary.invalid),
+    )
+
+
+def to_json(result: CellResult) -> dict[str, Any]:
+    """As plain data; infinite and undefined numbers are null."""
+    data: dict[str, Any] = plain(asdict(result))
+    return data
+
+
+def from_json(data: dict[str, Any]) -> CellResult:
+    """The inverse of `to_json`. A null quantile or bound was infinite, any other null undefined."""
+    values: dict[str, Any] = {
+        key: (inf if "_p" in key and not key.startswith("predicted") else nan) if value is None else value
+        for key, value in data.items()
+    }
+    return CellResult(**values)
+
+
+def write_csv(path: Path, results: Sequence[CellResult]) -> None:
+    """One line a cell; infinite values are `inf`."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [spec.name for spec in fields(CellResult)], lineterminator="\n")
+        writer.writeheader()
+        for result in results:
+            writer.writerow({key: f"{v:.6g}" if isinstance(v, float) else v for key, v in asdict(result).items()})

@@ -1,0 +1,42 @@
+"""Scripts of the laboratory that need no server and no device: their help, what they print and keep."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+MODEL = ["--model", "simulated", "--costs", "tau_ms=10,alpha_ms=1,beta_ms=0.1"]
+LAB = Path(__file__).parents[2] / "bench/lab"
+SCRIPTS = [path.stem for path in LAB.glob("*.py") if "_parser(" in path.read_text()]
+
+
+def run(script: str, *argv: str) -> object:
+    with pytest.raises(SystemExit) as exited:
+        importlib.import_module(script).main(argv)
+    return exited.value.code
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS))
+def test_every_script_has_help_to_work_from(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(script, "--help") == 0
+    assert f"python bench/lab/{script}.py" in capsys.readouterr().out
+
+
+def test_every_file_is_in_the_readme() -> None:
+    assert {"convoy", "gpu_check", "offline", "overload", "replicas", "router", "soak", "stall"} < set(SCRIPTS)
+    readme = (LAB / "README.md").read_text()
+    assert [path.name for path in LAB.glob("*.*") if f"`{path.name}`" not in readme] == ["README.md"]
+
+
+def test_offline_measures_and_keeps_its_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ["--prompt-lengths", "fixed:tokens=8", "--output-lengths", "fixed:tokens=4"]
+    workload = tmp_path / "workload.json"
+    assert run("offline", *MODEL, "--num-prompts", "8", *lengths, "--workload-out", str(workload)) == 0
+    assert "32 output tokens" in capsys.readouterr().out.replace("\n", " ")
+    assert [each["max_tokens"] for each in json.loads(workload.read_text())] == [4] * 8
+
+
+def test_stall_prints_a_line_for_each_chunk(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("stall", *MODEL, "--chunks", "256,4096") == 0
+    assert capsys.readouterr().out.count(" ms ") == 4
