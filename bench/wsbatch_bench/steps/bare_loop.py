@@ -11,12 +11,15 @@ from typing import Any, Protocol
 
 from wsbatch.batching.costs import StepCost
 from wsbatch.batching.queue import Work
-from wsbatch.batching.scheduler import Scheduler, Step
+from wsbatch.batching.scheduler import Decision, Scheduler, Step, StepOutcome
 from wsbatch.config import EngineConfig
+from wsbatch.messages import DEFAULT_PRIORITY
 from wsbatch.model.simulated import SimulatedModel, StepCosts
 from wsbatch.steps import PaddedDecode, PaddedStart, PagedStep, RowSampling, StepPlan, StepResult
 
 Clock = Callable[[], float]
+
+_GREEDY = RowSampling()
 
 
 class Runs(Protocol):
@@ -84,6 +87,61 @@ class LoopRun:
         return sum(step.model_s for step in self.steps)
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a step brought: its outcome; the requests (by key) whose first and whose last token came; freed slots."""
+
+    outcome: StepOutcome
+    first: list[int]
+    ended: list[int]
+    released: list[int]
+
+
+class BareEngine:
+    """`EngineCore` without text, events, admission and metrics: a scheduler, and the budget of each request.
+
+    A turn is `next`, the model's step, `complete`, as with the core. Outputs are greedy and have exact lengths.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self._budget: dict[int, int] = {}
+        self._left: dict[int, int] = {}
+
+    def add(self, key: int, prompt_ids: tuple[int, ...], output_tokens: int, *, arrived_s: float) -> None:
+        """Put a request in the queue, under a key of its own."""
+        self._budget[key] = self._left[key] = output_tokens
+        self.scheduler.add(
+            Work(
+                key=key,
+                token_ids=prompt_ids,
+                max_new_tokens=output_tokens,
+                sampling=_GREEDY,
+                priority=DEFAULT_PRIORITY,
+                arrived_s=arrived_s,
+            )
+        )
+
+    def next(self, now_s: float) -> Decision:
+        """What to do now. After a `Step`, `complete` must come before the next `next`."""
+        return self.scheduler.decide(now_s)
+
+    def complete(self, result: StepResult, now_s: float) -> Turn:
+        """The step in flight has this result; requests that have all their tokens end."""
+        outcome = self.scheduler.complete(result, now_s)
+        first, ended, left = [], [], self._left
+        for token in outcome.tokens:
+            key = token.key
+            if left[key] == self._budget[key]:
+                first.append(key)
+            left[key] -= 1
+            if not left[key]:
+                ended.append(key)
+                del left[key], self._budget[key]
+                self.scheduler.end(key, now_s)
+        return Turn(outcome, first, ended, [release.key for release in self.scheduler.releases()])
+
+
 def run_loop(
     model: Runs, scheduler: Scheduler, requests: Sequence[LoopRequest], *, clock: Clock = time.perf_counter
 ) -> LoopRun:
@@ -92,37 +150,28 @@ def run_loop(
     The scheduler's policy must not wait for company (`max_wait_ms` 0): no more will come.
     """
     begin_s = clock()
+    engine = BareEngine(scheduler)
     rows = {key: LoopRow(request) for key, request in enumerate(requests, 1)}
     for key, row in rows.items():
-        scheduler.add(
-            Work(
-                key=key,
-                token_ids=row.request.prompt_ids,
-                max_new_tokens=row.request.output_tokens,
-                sampling=RowSampling(),
-                priority=5,
-                arrived_s=0.0,
-            )
-        )
+        engine.add(key, row.request.prompt_ids, row.request.output_tokens, arrived_s=0.0)
     steps: list[LoopStep] = []
     columns = 0  # of a padded batch's cache
-    while isinstance(decision := scheduler.decide(clock() - begin_s), Step):
+    while isinstance(decision := engine.next(clock() - begin_s), Step):
         start_s = clock() - begin_s
         for key in decision.started:
             rows[key].started_s = start_s
         result = model.run(decision.plan)
         now_s = clock() - begin_s
-        outcome = scheduler.complete(result, now_s)
-        for token in outcome.tokens:
-            row = rows[token.key]
-            if not row.token_ids:
-                row.first_s = now_s
-            row.token_ids.append(token.token_id)
-            if len(row.token_ids) == row.request.output_tokens:
-                row.ended_s = now_s
-                scheduler.end(token.key, now_s)
-        for release in scheduler.releases():
-            rows[release.key].released_s = now_s
+        turn = engine.complete(result, now_s)
+        for token in turn.outcome.tokens:
+            rows[token.key].token_ids.append(token.token_id)
+        for key in turn.first:
+            rows[key].first_s = now_s
+        for key in turn.ended:
+            rows[key].ended_s = now_s
+        for key in turn.released:
+            rows[key].released_s = now_s
+        cost = turn.outcome.cost
         match decision.plan:
             case PagedStep(rows=paged):
                 kv_tokens = sum(row.start + len(row.token_ids) for row in paged)
@@ -131,8 +180,8 @@ def run_loop(
                 kv_tokens = columns * len(padded)
             case PaddedDecode():
                 columns += 1
-                kv_tokens = columns * outcome.cost.rows
-        steps.append(LoopStep(start_s, now_s, result.model_ms / 1000, outcome.cost, kv_tokens, len(result.token_ids)))
+                kv_tokens = columns * cost.rows
+        steps.append(LoopStep(start_s, now_s, result.model_ms / 1000, cost, kv_tokens, len(result.token_ids)))
     return LoopRun(list(rows.values()), steps, clock() - begin_s)
 
 
