@@ -23,25 +23,18 @@ class RowReport:
 
 @dataclass(slots=True)
 class SlotTotals:
-    """Sums over the steps that held such slots (of prompts, or of decodes).
-
-    `utilization_seconds` is each step's utilisation of these slots times its duration.
-    """
+    """Sums over the steps that held such slots (of prompts, or of decodes)."""
 
     steps: int = 0
     issued_tokens: int = 0
     useful_tokens: int = 0
-    seconds: float = 0.0
-    utilization_seconds: float = 0.0
 
-    def add(self, issued: int, useful: int, seconds: float) -> None:
+    def add(self, issued: int, useful: int) -> None:
         """Count one step's slots of this kind; a step without any does not count."""
         if issued:
             self.steps += 1
             self.issued_tokens += issued
             self.useful_tokens += useful
-            self.seconds += seconds
-            self.utilization_seconds += seconds * useful / issued
 
     @property
     def waste_fraction(self) -> float:
@@ -52,11 +45,6 @@ class SlotTotals:
     def slot_utilization(self) -> float:
         """Useful over issued, every slot counting the same."""
         return 1 - self.waste_fraction
-
-    @property
-    def time_weighted_utilization(self) -> float:
-        """Mean over time of a step's useful over issued: long steps count for more. 0 before the first step."""
-        return self.utilization_seconds / self.seconds if self.seconds else 0.0
 
 
 @dataclass(slots=True)
@@ -97,8 +85,8 @@ class Ledger:
         """Count one step that these requests took part in."""
         self.steps += 1
         self.rows += cost.rows
-        self.prefill.add(cost.prefill_tokens, cost.useful_prefill_tokens, cost.seconds)
-        self.decode.add(cost.decode_slots, cost.useful_decode_slots, cost.seconds)
+        self.prefill.add(cost.prefill_tokens, cost.useful_prefill_tokens)
+        self.decode.add(cost.decode_slots, cost.useful_decode_slots)
         self.costs.record(cost)
         for key in keys:
             company = self._company.get(key)

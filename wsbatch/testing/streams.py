@@ -9,7 +9,6 @@ class _Pipe:
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.data = bytearray()
-        self.total_bytes = 0
         self.ended = False  # no more will be written
         self.unread = False  # nobody will read
         self.changed = trio.Event()
@@ -30,11 +29,6 @@ class MemoryStream(trio.abc.HalfCloseableStream):
         self._outgoing = outgoing
         self.closed = False
 
-    @property
-    def sent_bytes(self) -> int:
-        """All that this end has written and the peer's buffer has taken."""
-        return self._outgoing.total_bytes
-
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Wait until all is in the peer's buffer. Raises BrokenResourceError once the peer has closed."""
         pipe = self._outgoing
@@ -49,7 +43,6 @@ class MemoryStream(trio.abc.HalfCloseableStream):
             if room > 0 and remaining:
                 taken, remaining = remaining[:room], remaining[room:]
                 pipe.data += taken
-                pipe.total_bytes += len(taken)
                 pipe.notify()
             if not remaining:
                 return
