@@ -17,9 +17,29 @@ from wsbatch.config import EngineConfig
 from wsbatch.messages import GenerateRequest, SamplingParams
 from wsbatch.opening import open_engine
 from wsbatch_bench.cli.flags import add_model_flags, engine_config
-from wsbatch_bench.load.server import ServerProcess, server_process, wsbatch_command
+from wsbatch_bench.load.server import ServerProcess, parse_totals, server_process, wsbatch_command
 from wsbatch_bench.load.trace import draw_trace
 from wsbatch_bench.steps.bare_loop import LoopRequest
+
+OVER = 3
+_MAX_RATIO = 1.05
+_MAX_LAG_S = 0.020
+
+_DESCRIPTION = f"""\
+Run the same requests through a server with one connection each, and through the engine in this
+process with nobody reading: the mean time of a model step in both, and how late the server's event
+loop was. Wanted: a ratio of at most {_MAX_RATIO:g}, and p99 of the lateness under {1000 * _MAX_LAG_S:g} ms. The clients
+take their share of the machine too: with few cores the ratio holds that as well. (The simulated
+model's steps take what they are told to; there only the lateness means anything.)
+"""
+
+_EPILOG = f"""\
+examples:
+  python bench/lab/convoy.py
+  python bench/lab/convoy.py --model demo --threads 2 --streams 32
+
+exit statuses: 0 within both; 2 bad usage or no model; {OVER} over one of them
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +69,7 @@ async def steps_alone(config: EngineConfig, requests: Sequence[LoopRequest], *, 
 
 
 async def _run_alone(engine: BatchEngine, requests: Sequence[LoopRequest]) -> Steps:
-    def sums() -> tuple[float, float]:
-        value = engine.metrics.registry.get_sample_value
-        return value("wsbatch_step_seconds_sum") or 0.0, value("wsbatch_step_seconds_count") or 0.0
-
-    before_s, before_count = sums()
+    before = parse_totals(engine.metrics.render().decode())
     streams = []
     for index, request in enumerate(requests):
         sampling = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
@@ -62,34 +78,13 @@ async def _run_alone(engine: BatchEngine, requests: Sequence[LoopRequest]) -> St
     for stream in streams:
         async for _ in stream:
             pass
-    after_s, after_count = sums()
-    return Steps((after_s - before_s) / (after_count - before_count), float("nan"))
+    spent = parse_totals(engine.metrics.render().decode()).since(before)
+    return Steps(spent.step_seconds / spent.steps, float("nan"))
 
 
 def run_alone(config: EngineConfig, requests: Sequence[LoopRequest], *, runs: int) -> list[Steps]:
     """`steps_alone` in an event loop of its own. Raises what loading the model raises."""
     return trio.run(lambda: steps_alone(config, requests, runs=runs))
-
-
-OVER = 3
-_MAX_RATIO = 1.05
-_MAX_LAG_S = 0.020
-
-_DESCRIPTION = f"""\
-Run the same requests through a server with one connection each, and through the engine in this
-process with nobody reading: the mean time of a model step in both, and how late the server's event
-loop was. Wanted: a ratio of at most {_MAX_RATIO:g}, and p99 of the lateness under {1000 * _MAX_LAG_S:g} ms. The clients
-take their share of the machine too: with few cores the ratio holds that as well. (The simulated
-model's steps take what they are told to; there only the lateness means anything.)
-"""
-
-_EPILOG = f"""\
-examples:
-  python bench/lab/convoy.py
-  python bench/lab/convoy.py --model demo --threads 2 --streams 32
-
-exit statuses: 0 within both; 2 bad usage or no model; {OVER} over one of them
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

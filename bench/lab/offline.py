@@ -1,4 +1,4 @@
-"""`wsbatch-bench offline`: a pile of requests at once, without sockets."""
+"""Many requests at once, without sockets: tokens a second, where the time goes, and the limit of the machine."""
 
 import argparse
 import json

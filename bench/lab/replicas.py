@@ -24,6 +24,23 @@ from wsbatch_bench.sweep.stage import load_url
 
 _FLAGS = ("--max-live-requests", "1000", "--log-level", "error")
 
+INVALID = 3
+
+_DESCRIPTION = """\
+Check `plan` on this machine: start 1, 2, 3 servers over a model that sleeps for its steps, and a
+router before them, each in a process of its own; put Poisson load on the router at rates around the
+SLO capacity that is predicted for so many; and print for each rate what the simulation says of the
+very same trace, and what was measured. The default costs leave two cores mostly idle.
+"""
+
+_EPILOG = f"""\
+examples:
+  python bench/lab/replicas.py                                     nine runs, about seven minutes
+  python bench/lab/replicas.py --replicas 1,3 --fractions 0.9 1.1 --num-prompts 500
+
+exit statuses: 0 all runs are valid; 2 bad usage or no server; {INVALID} one is not to be believed (it says why)
+"""
+
 
 @dataclass(frozen=True)
 class RealPoolStage:
@@ -83,24 +100,6 @@ def compare(
                 for stage in (PoolStage(planner.costs, replicas), RealPoolStage(planner.costs, replicas))
             )
             yield Compared(replicas, cell.rate, predicted, real)
-
-
-INVALID = 3
-
-_DESCRIPTION = """\
-Check `plan` on this machine: start 1, 2, 3 servers over a model that sleeps for its steps, and a
-router before them, each in a process of its own; put Poisson load on the router at rates around the
-SLO capacity that is predicted for so many; and print for each rate what the simulation says of the
-very same trace, and what was measured. The default costs leave two cores mostly idle.
-"""
-
-_EPILOG = f"""\
-examples:
-  python bench/lab/replicas.py                                     nine runs, about seven minutes
-  python bench/lab/replicas.py --replicas 1,3 --fractions 0.9 1.1 --num-prompts 500
-
-exit statuses: 0 all runs are valid; 2 bad usage or no server; {INVALID} one is not to be believed (it says why)
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

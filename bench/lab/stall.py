@@ -28,6 +28,18 @@ _AFTER_TOKENS = 8  # of the newcomer before the measurement ends
 
 MakePrompt = Callable[[int, int], tuple[int, ...]]
 
+_DESCRIPTION = """\
+Let streams decode in continuous batching, add a request with a long prompt, and measure, for each
+size of prefill chunk: the longest gap between a stream's tokens, the newcomer's time to first
+token, and the streams' tokens a second meanwhile. A chunk as long as the prompt is no chunking.
+"""
+
+_EPILOG = """\
+examples:
+  python bench/lab/stall.py --model demo
+  python bench/lab/stall.py --model simulated --chunks 64,256,1024,4096
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class StallPoint:
@@ -134,19 +146,6 @@ class _Watcher:
 
 def _gaps(times: Sequence[float]) -> list[float]:
     return [later - earlier for earlier, later in pairwise(times)]
-
-
-_DESCRIPTION = """\
-Let streams decode in continuous batching, add a request with a long prompt, and measure, for each
-size of prefill chunk: the longest gap between a stream's tokens, the newcomer's time to first
-token, and the streams' tokens a second meanwhile. A chunk as long as the prompt is no chunking.
-"""
-
-_EPILOG = """\
-examples:
-  python bench/lab/stall.py --model demo
-  python bench/lab/stall.py --model simulated --chunks 64,256,1024,4096
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -31,6 +31,11 @@ example:
   wsbatch-bench calibrate         a few seconds; kept in the user's cache ($WSBATCH_CACHE)
 """
 
+_ECHO = "simulated:tau_ms=0,alpha_ms=0,beta_ms=0"
+_STREAMS = 16
+SHARE = 0.5
+"""The share of its own floor that a client may be asked for."""
+
 
 def add_command(commands: Commands) -> None:
     """Add `calibrate` to the command line."""
@@ -57,12 +62,6 @@ def run(_: argparse.Namespace) -> int:
         f"kept in              {path}"
     )
     return 0
-
-
-_ECHO = "simulated:tau_ms=0,alpha_ms=0,beta_ms=0"
-_STREAMS = 16
-SHARE = 0.5
-"""The share of its own floor that a client may be asked for."""
 
 
 @dataclass(frozen=True, slots=True)

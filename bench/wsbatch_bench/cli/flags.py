@@ -10,6 +10,14 @@ from wsbatch_bench.load.specs import DEFAULT_OUTPUTS, DEFAULT_PROMPTS, parse_arr
 from wsbatch_bench.load.trace import Trace, draw_trace, load_trace
 from wsbatch_bench.sweep.setting import DEFAULT_COSTS, Costs, parse_costs, same_for_both
 
+WORKLOAD_HELP = """\
+arrivals:
+  poisson | constant | gamma:burstiness=0.5 | bursts:k=4,spread_ms=10 | on-off:requests=20,duty=0.25
+  closed:clients=8,think_ms=0        no schedule: each client sends when its last answer has come
+lengths:
+  lognormal:median=100,sigma=0.9,min=1,max=1000 | fixed:tokens=128 | empirical:FILE (a number a line)
+"""
+
 
 def add_model_flags(parser: argparse.ArgumentParser, *, scheduler: str | None) -> None:
     """Add them; `scheduler` is the default, None leaves that flag out."""
@@ -46,15 +54,6 @@ def sizes(text: str) -> tuple[int, ...]:
     if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers of at least 1, separated by commas")
     return tuple(sorted({int(part) for part in parts}))
-
-
-WORKLOAD_HELP = """\
-arrivals:
-  poisson | constant | gamma:burstiness=0.5 | bursts:k=4,spread_ms=10 | on-off:requests=20,duty=0.25
-  closed:clients=8,think_ms=0        no schedule: each client sends when its last answer has come
-lengths:
-  lognormal:median=100,sigma=0.9,min=1,max=1000 | fixed:tokens=128 | empirical:FILE (a number a line)
-"""
 
 
 def add_workload(parser: argparse.ArgumentParser, *, measured: int) -> None:

@@ -16,6 +16,8 @@ from wsbatch_bench.load.record import Record
 Prompt = Callable[[tuple[int, ...]], list[int] | str]
 """What is sent for a trace's prompt ids."""
 
+_WORD = re.compile("Ġ[a-z]{3,}")  # how a byte-level vocabulary writes a space and a word
+
 
 class OpenAiTarget:
     """One endpoint, such as http://127.0.0.1:8000/v1/completions. Each request has a connection of its own.
@@ -116,9 +118,6 @@ async def _events(chunks: AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any]
             if not isinstance(event, dict) or "error" in event:
                 raise HttpFailed("server_error", f"{event}")
             yield event
-
-
-_WORD = re.compile("Ġ[a-z]{3,}")  # how a byte-level vocabulary writes a space and a word
 
 
 class TextPrompts:

@@ -10,6 +10,23 @@ from math import erf, exp, log, sqrt
 from pathlib import Path
 from typing import TypeAlias
 
+_ARRIVALS: dict[str, dict[str, float | None]] = {
+    "poisson": {},
+    "gamma": {"burstiness": None},
+    "constant": {},
+    "bursts": {"k": None, "spread_ms": None},
+    "on-off": {"requests": None, "duty": None},
+    "closed": {"clients": None, "think_ms": 0},
+}
+
+DEFAULT_PROMPTS = "lognormal:median=200,sigma=0.6,min=8,max=1024"
+DEFAULT_OUTPUTS = "lognormal:median=100,sigma=0.9,max=1000"
+
+_LENGTHS: dict[str, dict[str, float | None]] = {
+    "lognormal": {"median": None, "sigma": None, "min": 1, "max": 1_000_000},
+    "fixed": {"tokens": None},
+}
+
 
 def parse_spec(
     text: str, kinds: Mapping[str, Mapping[str, float | None]], *, what: str
@@ -50,15 +67,6 @@ def check_least(name: str, value: float, least: float, *, above: bool = False) -
     if value < least or (above and value == least):
         raise ValueError(f"{name} is {value:g}: must be {'above' if above else 'at least'} {least:g}")
 
-
-_ARRIVALS: dict[str, dict[str, float | None]] = {
-    "poisson": {},
-    "gamma": {"burstiness": None},
-    "constant": {},
-    "bursts": {"k": None, "spread_ms": None},
-    "on-off": {"requests": None, "duty": None},
-    "closed": {"clients": None, "think_ms": 0},
-}
 
 Arrival: TypeAlias = tuple[float, float]
 """When one request arrives: (time in mean gaps, offset in seconds). Rescaling divides the first, keeps the second."""
@@ -166,15 +174,6 @@ def _on_off(rng: random.Random, requests: float, duty: float) -> Iterator[Arriva
         busy += rng.expovariate(1 / duty)
         period, within = divmod(busy, on)
         yield period * requests + within, 0.0
-
-
-DEFAULT_PROMPTS = "lognormal:median=200,sigma=0.6,min=8,max=1024"
-DEFAULT_OUTPUTS = "lognormal:median=100,sigma=0.9,max=1000"
-
-_LENGTHS: dict[str, dict[str, float | None]] = {
-    "lognormal": {"median": None, "sigma": None, "min": 1, "max": 1_000_000},
-    "fixed": {"tokens": None},
-}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,10 @@ from wsbatch_bench.steps.bare_loop import Clock, LoopRequest, LoopRun, Runs, run
 
 _RESAMPLES = 400
 
+_SKIP = 2  # steps after a change of the batch's shape, in which memory is still being found
+
+_MEASURED, _FITTED, _IDEAL = "#0072b2", "#d55e00", "#888888"
+
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
@@ -91,8 +95,6 @@ def _solve(samples: Sequence[StepSample]) -> list[float]:
 
 MakePrompt = Callable[[int, int], tuple[int, ...]]
 """(index, tokens) to a prompt; prompts of different indices differ."""
-
-_SKIP = 2  # steps after a change of the batch's shape, in which memory is still being found
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +198,6 @@ def _points(samples: Sequence[StepSample], sizes: Sequence[int]) -> list[ScalePo
         speedup = (size / step_s[size]) / (first / step_s[first])
         points.append(ScalePoint(size, step_s[size], size / step_s[size], speedup, speedup * first / size))
     return points
-
-
-_MEASURED, _FITTED, _IDEAL = "#0072b2", "#d55e00", "#888888"
 
 
 def draw_scaling(scaling: Scaling, paths: Sequence[Path], *, efficiency: float, title: str) -> None:

@@ -12,6 +12,8 @@ from wsbatch_bench.quantiles import observed_quantile
 from wsbatch_bench.steps.bare_loop import Clock, LoopRequest, LoopRow, LoopStep, Runs, run_loop
 from wsbatch_bench.sweep.setting import Setting
 
+_PREFILL, _DECODE, _HELD = "#56b4e9", "#0072b2", "#d55e00"
+
 
 @dataclass(frozen=True, slots=True)
 class RowCost:
@@ -116,9 +118,6 @@ def _cost(start_s: float, rows: Sequence[LoopRow], steps: Sequence[LoopStep]) ->
         prefill_tokens=sum(step.cost.prefill_tokens for step in steps),
         useful_prefill_tokens=sum(step.cost.useful_prefill_tokens for step in steps),
     )
-
-
-_PREFILL, _DECODE, _HELD = "#56b4e9", "#0072b2", "#d55e00"
 
 
 def draw_timeline(batch: BatchCost, paths: Sequence[Path], *, title: str) -> None:

@@ -15,6 +15,34 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from wsbatch_bench.sweep.cell import CellResult, from_json, to_json, write_csv
 from wsbatch_bench.sweep.choose import Choice, choice_lines
 
+# Okabe and Ito's blue and vermilion, told apart by every kind of eye; darker is a larger batch.
+_SHADES = {
+    "dynamic": ["#a6cbe3", "#7db3d5", "#539bc7", "#2a83b9", "#0072b2", "#004a75"],
+    "continuous": ["#f6c59f", "#f0a86f", "#ea8b3f", "#d55e00", "#a84a00", "#7a3600"],
+}
+_MARKERS = ["o", "s", "^", "D", "v", "P", "X", "<", ">", "*"]
+_SLO_COLOUR = "#009e73"
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse; font-size: 13px; margin: 1rem 0 }
+th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap }
+th { border-bottom: 2px solid #888 } td:first-child, th:first-child { text-align: left }
+tr.unstable td { color: #888; font-style: italic } tr.chosen td { background: #e2f4ee; font-weight: 600 }
+pre { background: #f5f5f5; padding: .7rem 1rem; overflow-x: auto } svg { max-width: 100%; height: auto }
+.scroll { overflow-x: auto } dt { float: left; clear: left; width: 9rem; color: #666 } dd { margin-left: 9rem }
+"""
+
+_NOTE = (
+    "Unstable points are hollow: unserved requests pile up, so that their latencies only say how long was measured. "
+    "Failures count as infinitely late. Times in seconds, from the scheduled time."
+)
+
+_COLUMNS = (
+    "setting", "rate/s", "requests/s", "tokens/s", "TTFT p50", "TTFT p95", "e2e p50", "e2e p95", "e2e p95 interval",
+    "per token p50", "answered", "slots used", "waste", "rows/step", "verdict",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class SweepDocument:
@@ -46,15 +74,6 @@ def read_sweep(path: Path) -> SweepDocument:
         return SweepDocument(document["meta"], [from_json(cell) for cell in document["cells"]])
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path / 'sweep.json'}: not a sweep ({error!r})") from None
-
-
-# Okabe and Ito's blue and vermilion, told apart by every kind of eye; darker is a larger batch.
-_SHADES = {
-    "dynamic": ["#a6cbe3", "#7db3d5", "#539bc7", "#2a83b9", "#0072b2", "#004a75"],
-    "continuous": ["#f6c59f", "#f0a86f", "#ea8b3f", "#d55e00", "#a84a00", "#7a3600"],
-}
-_MARKERS = ["o", "s", "^", "D", "v", "P", "X", "<", ">", "*"]
-_SLO_COLOUR = "#009e73"
 
 
 def pareto(cells: Sequence[CellResult]) -> list[CellResult]:
@@ -166,27 +185,6 @@ def _legend(cells: Sequence[CellResult], fractions: list[float], sizes: list[int
     if frontier:
         handles.append(entry("Pareto frontier (stable)", linestyle="-", marker="", color="#444444"))
     return handles
-
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; font-size: 13px; margin: 1rem 0 }
-th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap }
-th { border-bottom: 2px solid #888 } td:first-child, th:first-child { text-align: left }
-tr.unstable td { color: #888; font-style: italic } tr.chosen td { background: #e2f4ee; font-weight: 600 }
-pre { background: #f5f5f5; padding: .7rem 1rem; overflow-x: auto } svg { max-width: 100%; height: auto }
-.scroll { overflow-x: auto } dt { float: left; clear: left; width: 9rem; color: #666 } dd { margin-left: 9rem }
-"""
-
-_NOTE = (
-    "Unstable points are hollow: unserved requests pile up, so that their latencies only say how long was measured. "
-    "Failures count as infinitely late. Times in seconds, from the scheduled time."
-)
-
-_COLUMNS = (
-    "setting", "rate/s", "requests/s", "tokens/s", "TTFT p50", "TTFT p95", "e2e p50", "e2e p95", "e2e p95 interval",
-    "per token p50", "answered", "slots used", "waste", "rows/step", "verdict",
-)  # fmt: skip
 
 
 def write_html(

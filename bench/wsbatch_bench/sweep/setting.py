@@ -21,6 +21,8 @@ _MEASURING: dict[str, Any] = {
     "step_stall_s": 3600.0,
 }
 
+DEFAULT_COSTS = StepCosts(tau_s=0.010, alpha_s=0.001, beta_s=0.0005)
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -119,8 +121,6 @@ def _flags(values: dict[str, Any]) -> list[str]:
             flags += [flag, str(value)]
     return flags
 
-
-DEFAULT_COSTS = StepCosts(tau_s=0.010, alpha_s=0.001, beta_s=0.0005)
 
 Costs = dict[str, StepCosts]
 """By scheduler: each runs a model of its own, with its own costs."""

@@ -21,6 +21,9 @@ from wsbatch_bench.load.server import server_process, wsbatch_command
 from wsbatch_bench.load.target import WebSocketTarget, open_websocket_target
 from wsbatch_bench.sweep.setting import Costs, Setting
 
+_T = TypeVar("_T")
+_HOST = "virtual"
+
 
 class Stage(Protocol):
     """Runs a plan against a setting."""
@@ -91,10 +94,6 @@ async def open_url_target(url: str) -> AsyncIterator[WebSocketTarget]:
 def serve_command(model: str, setting: Setting, flags: Sequence[str] = ()) -> str:
     """What to type for a server of this setting; `flags` are those that it was measured with."""
     return " ".join(["wsbatch serve", "--model", model, *setting.flags(), *flags])
-
-
-_T = TypeVar("_T")
-_HOST = "virtual"
 
 
 @asynccontextmanager

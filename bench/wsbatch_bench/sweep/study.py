@@ -14,6 +14,8 @@ from wsbatch_bench.quantiles import Interval, mean_interval
 from wsbatch_bench.sweep.setting import Setting
 from wsbatch_bench.sweep.stage import Stage
 
+_BETTER, _WORSE, _UNSURE = "#0072b2", "#d55e00", "#888888"
+
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
@@ -171,9 +173,6 @@ def _change(change: Interval) -> str:
     if change.low == change.high:
         return "±0" if change.value == 0 else f"{change.value:+.1%}"
     return f"{change.value:+.1%} ({change.low:+.1%} … {change.high:+.1%})"
-
-
-_BETTER, _WORSE, _UNSURE = "#0072b2", "#d55e00", "#888888"
 
 
 def draw_study(rows: Sequence[StudyRow], paths: Sequence[Path], *, title: str) -> None:
