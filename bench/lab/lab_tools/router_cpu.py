@@ -27,20 +27,32 @@ def cpu_us_per_frame(*, tokens_per_frame: int, frames: int, routed: bool) -> flo
     return trio.run(_measure, tokens_per_frame, frames, routed)
 
 
-async def _measure(tokens_per_frame: int, frames: int, routed: bool) -> float:
-    config = ServerConfig(frame_interval_ms=0.0)
-    engine = StampedEngine()
-    received = 0
-    came = trio.Event()
+class _Frames:
+    """How many frames of tokens have come since `count` was set."""
 
-    async def read(client: Client) -> None:
-        nonlocal received, came
+    def __init__(self) -> None:
+        self.count = 0
+        self._came = trio.Event()
+
+    async def read(self, client: Client) -> None:
+        """Read a stream without end."""
         async with client.generate("x", max_tokens=1_000_000) as stream:
             async for event in stream:
                 if isinstance(event, Tokens):
-                    received += 1
-                    came.set()
+                    self.count += 1
+                    self._came.set()
 
+    async def wait(self, count: int) -> None:
+        """Wait until there are so many."""
+        while self.count < count:
+            self._came = trio.Event()
+            await self._came.wait()
+
+
+async def _measure(tokens_per_frame: int, frames: int, routed: bool) -> float:
+    config = ServerConfig(frame_interval_ms=0.0)
+    engine = StampedEngine()
+    received = _Frames()
     async with trio.open_nursery() as nursery, AsyncExitStack() as stack:
         listener = MemoryListener()
         nursery.start_soon(Server(engine, config, addresses=[("127.0.0.1", 1)]).run, [listener])
@@ -50,19 +62,17 @@ async def _measure(tokens_per_frame: int, frames: int, routed: bool) -> float:
             nursery.start_soon(Server(pool, config, addresses=[("127.0.0.1", 1)]).run, [listener])
         client = await stack.enter_async_context(_dial(listener))
         for _ in range(_STREAMS):
-            nursery.start_soon(read, client)
+            nursery.start_soon(received.read, client)
         await engine.wait_live(_STREAMS)
         began_s = 0.0
         for turn in range(-20, frames // _STREAMS):  # the first ones warm it up
             if turn == 0:
                 began_s = time.process_time()
-            received = 0
+            received.count = 0
             for stream in list(engine.live):
                 for _ in range(tokens_per_frame):
                     engine.push(stream)
-            while received < _STREAMS:
-                came = trio.Event()
-                await came.wait()
+            await received.wait(_STREAMS)
         used_s = time.process_time() - began_s
         nursery.cancel_scope.cancel()
     return used_s / (frames // _STREAMS * _STREAMS) * 1e6

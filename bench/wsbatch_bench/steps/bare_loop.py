@@ -163,14 +163,7 @@ def run_loop(
         result = model.run(decision.plan)
         now_s = clock() - begin_s
         turn = engine.complete(result, now_s)
-        for token in turn.outcome.tokens:
-            rows[token.key].token_ids.append(token.token_id)
-        for key in turn.first:
-            rows[key].first_s = now_s
-        for key in turn.ended:
-            rows[key].ended_s = now_s
-        for key in turn.released:
-            rows[key].released_s = now_s
+        _write_down(turn, rows, now_s)
         cost = turn.outcome.cost
         match decision.plan:
             case PagedStep(rows=paged):
@@ -183,6 +176,17 @@ def run_loop(
                 kv_tokens = columns * cost.rows
         steps.append(LoopStep(start_s, now_s, result.model_ms / 1000, cost, kv_tokens, len(result.token_ids)))
     return LoopRun(list(rows.values()), steps, clock() - begin_s)
+
+
+def _write_down(turn: Turn, rows: dict[int, LoopRow], now_s: float) -> None:
+    for token in turn.outcome.tokens:
+        rows[token.key].token_ids.append(token.token_id)
+    for key in turn.first:
+        rows[key].first_s = now_s
+    for key in turn.ended:
+        rows[key].ended_s = now_s
+    for key in turn.released:
+        rows[key].released_s = now_s
 
 
 class SteppedModel:
