@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, cast
 
-from wsbatch.auth import clean_token
-from wsbatch.origins import clean_origins
+from wsbatch.auth import clean_origins, clean_token
 
 SchedulerName = Literal["dynamic", "continuous"]
 WaitAnchor = Literal["oldest", "idle", "last"]

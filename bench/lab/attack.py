@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 
 import trio
-from attack_shapes import SHAPES, Attacker, Shape
 
+from attack_shapes import SHAPES, Attacker, Shape
 from wsbatch.messages import Finished, GenerateRequest, SamplingParams, Tokens
 from wsbatch.testing.clients import BareClient
 from wsbatch_bench.quantiles import observed_quantile

@@ -19,16 +19,16 @@ from time import process_time
 
 import msgpack
 import trio
-
 from wsbatch_bench.costs import parse_costs
 from wsbatch_bench.impatient import ImpatientTarget, Manners
 from wsbatch_bench.lengths import parse_lengths
-from wsbatch_bench.load import LoadPlan, run_load
 from wsbatch_bench.overload import Overload
 from wsbatch_bench.record import Record
 from wsbatch_bench.server_process import ServerProcess, raise_descriptor_limit, serving_process
 from wsbatch_bench.setting import parse_setting
 from wsbatch_bench.trace import draw_trace
+
+from wsbatch_bench.load import LoadPlan, run_load
 
 _TERMINAL = ("finished", "error")
 

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wsbatch.auth import without_secrets
+from wsbatch.auth import clean_origin, without_secrets
 from wsbatch.config import ServerConfig
-from wsbatch.origins import clean_origin
 from wsbatch.pool.opening import _by_name
 
 
