@@ -18,8 +18,8 @@ from wsbatch.messages import Accepted, ChatMessage, Failed, Finished, GenerateRe
 
 if TYPE_CHECKING:
     from wsbatch.client import connect
-    from wsbatch.opening import open_engine
-    from wsbatch.server import serve
+    from wsbatch.engine.open import open_engine
+    from wsbatch.server.serve import serve
 
 __version__ = "0.1.0"
 
@@ -40,7 +40,7 @@ __all__ = [
     "serve",
 ]
 
-_HOMES = {"connect": "wsbatch.client", "open_engine": "wsbatch.opening", "serve": "wsbatch.server"}
+_HOMES = {"connect": "wsbatch.client", "open_engine": "wsbatch.engine.open", "serve": "wsbatch.server.serve"}
 
 
 def __getattr__(name: str) -> Any:

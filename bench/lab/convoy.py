@@ -11,11 +11,11 @@ import trio
 from lab_tools.looks import look
 from lab_tools.script import run_script, script_parser
 from lab_tools.streams import stream_all
-from wsbatch.batch_engine import BatchEngine
 from wsbatch.cli.parsing import say_error
 from wsbatch.config import EngineConfig
+from wsbatch.engine.loop import BatchEngine
+from wsbatch.engine.open import open_engine
 from wsbatch.messages import GenerateRequest, SamplingParams
-from wsbatch.opening import open_engine
 from wsbatch_bench.cli.flags import add_model_flags, engine_config
 from wsbatch_bench.load.server import ServerProcess, parse_totals, server_process, wsbatch_command
 from wsbatch_bench.load.trace import draw_trace

@@ -10,12 +10,12 @@ from functools import partial
 import trio
 
 from wsbatch.config import ServerConfig
-from wsbatch.connection import Connection, Disconnected
-from wsbatch.http import Answer, Head
-from wsbatch.memory import FreedMemory
-from wsbatch.metrics import EngineMetrics
-from wsbatch.patience import Patience
-from wsbatch.transport import Transport
+from wsbatch.engine.metrics import EngineMetrics
+from wsbatch.server.connection import Connection, Disconnected
+from wsbatch.server.http import Answer, Head
+from wsbatch.server.memory import FreedMemory
+from wsbatch.server.patience import Patience
+from wsbatch.server.transport import Transport
 
 
 async def echo(connection: Connection) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from lab_tools.limits import ModelSizes, limit_s, measure_machine
 from lab_tools.script import run_script, script_parser
 from wsbatch.cli.parsing import say_error
-from wsbatch.opening import make_scheduler
+from wsbatch.engine.open import make_scheduler
 from wsbatch_bench.cli.flags import WORKLOAD_HELP, add_model_flags, add_workload, engine_config, read_costs, read_trace
 from wsbatch_bench.load.trace import Trace
 from wsbatch_bench.steps.bare_loop import BareModel, LoopRequest, LoopRun, load_bare, run_loop

@@ -8,8 +8,8 @@ import pytest
 
 from stall import StallPoint, measure_stall
 from wsbatch.config import EngineConfig
+from wsbatch.engine.open import make_scheduler
 from wsbatch.model.simulated import SimulatedModel, StepCosts
-from wsbatch.opening import make_scheduler
 from wsbatch_bench.load.specs import parse_lengths
 from wsbatch_bench.load.trace import draw_trace
 from wsbatch_bench.steps.bare_loop import LoopRequest, SteppedModel, run_loop

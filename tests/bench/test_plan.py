@@ -15,7 +15,7 @@ from wsbatch.config import ServerConfig
 from wsbatch.messages import GenerateRequest, SamplingParams
 from wsbatch.model.simulated import StepCosts
 from wsbatch.pool import open_pool
-from wsbatch.server import Server
+from wsbatch.server.serve import Server
 from wsbatch.testing.replicas import VirtualReplica
 from wsbatch.testing.streams import MemoryListener
 from wsbatch_bench.cli import main

@@ -12,15 +12,15 @@ import trio
 
 from lab_tools.gpu.checks import agreement, alone, together
 from wsbatch.config import EngineConfig
+from wsbatch.engine.open import make_scheduler
+from wsbatch.engine.worker import ThreadWorker
 from wsbatch.errors import StepFailed
 from wsbatch.model.loading import DTYPES, LoadedModel, load
 from wsbatch.model.padded import PaddedModel
 from wsbatch.model.paged import PagedModel
 from wsbatch.model.ragged import flatten
 from wsbatch.model.sampling import sample
-from wsbatch.opening import make_scheduler
 from wsbatch.steps import PagedRow, PagedStep, RowSampling
-from wsbatch.worker import ThreadWorker
 from wsbatch_bench.steps.bare_loop import LoopRequest, run_loop
 
 DEVICE = "cuda"

@@ -9,11 +9,11 @@ import pytest
 import trio
 
 from wsbatch.config import EngineConfig
+from wsbatch.engine.stream import Stream
 from wsbatch.messages import Failed, Finished, GenerateRequest, SamplingParams, Tokens
 from wsbatch.model.simulated import SimulatedModel, StepCosts
 from wsbatch.pool import EnginePool, PoolConfig, open_pool
 from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart, RowSampling
-from wsbatch.stream import Stream
 from wsbatch.testing.replicas import VirtualReplica
 
 POISON = "\x01"

@@ -8,10 +8,10 @@ import trio
 
 from wsbatch.client import Client, open_client
 from wsbatch.config import ServerConfig
+from wsbatch.engine.stream import Stream
 from wsbatch.errors import ModelError
 from wsbatch.messages import GenerateRequest
-from wsbatch.server import Server
-from wsbatch.stream import Stream
+from wsbatch.server.serve import Server
 from wsbatch.testing.engines import ScriptedEngine
 from wsbatch.testing.streams import MemoryListener
 

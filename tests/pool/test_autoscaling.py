@@ -8,7 +8,7 @@ from trio.testing import MockClock
 
 from wsbatch.config import EngineConfig, FleetConfig
 from wsbatch.messages import Status
-from wsbatch.ray import Fleet
+from wsbatch.pool.ray import Fleet
 
 BUSY = Status("ready", 100, 4, 5000, 100, 4, queue_ms=60_000.0, step_ms=10.0)
 

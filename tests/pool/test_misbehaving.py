@@ -12,10 +12,10 @@ from trio.testing import MockClock
 
 from wsbatch.client import open_client
 from wsbatch.config import ServerConfig
+from wsbatch.engine.stream import Stream
 from wsbatch.errors import ModelError, NeverFits, RequestError
 from wsbatch.messages import Accepted, Failed, Finished, GenerateRequest
-from wsbatch.server import Server
-from wsbatch.stream import Stream
+from wsbatch.server.serve import Server
 from wsbatch.testing.replicas import VirtualReplica
 from wsbatch.testing.streams import MemoryListener
 

@@ -18,7 +18,7 @@ from wsbatch.client import open_client
 from wsbatch.config import EngineConfig, ServerConfig
 from wsbatch.errors import RequestError
 from wsbatch.messages import Failed, Finished, GenerateRequest, SamplingParams
-from wsbatch.server import Server
+from wsbatch.server.serve import Server
 from wsbatch.testing.streams import MemoryListener
 
 from .harness import ENGINE, Cluster, Reader, cluster, undisturbed

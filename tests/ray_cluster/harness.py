@@ -12,7 +12,7 @@ import trio
 from wsbatch.config import EngineConfig, FleetConfig, PoolConfig
 from wsbatch.messages import Event, Finished, GenerateRequest, SamplingParams, Tokens
 from wsbatch.pool import EnginePool
-from wsbatch.ray import Fleet, open_fleet
+from wsbatch.pool.ray import Fleet, open_fleet
 
 # For whatever must happen: never waited out in a run that passes.
 PATIENCE_S = 300

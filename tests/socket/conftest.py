@@ -15,7 +15,7 @@ import pytest
 PATIENCE_S = 60
 
 _PATCHED = """
-import sys, time, wsbatch.cli, wsbatch.opening
+import sys, time, wsbatch.cli, wsbatch.engine.open
 from wsbatch.model.simulated import SimulatedModel, StepCosts
 from wsbatch.text import ByteText
 
@@ -25,7 +25,7 @@ class Faulty(SimulatedModel):
             {fault}
         return super().run(plan)
 
-wsbatch.opening._load = lambda config, progress: (Faulty(StepCosts()), ByteText())
+wsbatch.engine.open._load = lambda config, progress: (Faulty(StepCosts()), ByteText())
 sys.exit(wsbatch.cli.main(sys.argv[1:]))
 """
 

@@ -18,9 +18,9 @@ import trio
 from websockets.asyncio.server import ServerConnection, serve
 
 from wsbatch.config import ServerConfig
+from wsbatch.engine.stream import Stream
 from wsbatch.errors import QueueFull
 from wsbatch.messages import GenerateRequest
-from wsbatch.stream import Stream
 from wsbatch.testing.engines import ScriptedEngine
 from wsbatch.testing.servers import serving
 

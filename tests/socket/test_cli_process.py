@@ -204,10 +204,10 @@ def test_a_server_that_cannot_start_says_why(flags: list[str], words: str, start
 
 def test_what_nobody_expected_of_a_model_is_one_line_too(start: Start) -> None:
     program = (
-        "import sys, wsbatch.opening, wsbatch.cli\n"
+        "import sys, wsbatch.engine.open, wsbatch.cli\n"
         "def load(*arguments):\n"
         "    raise KeyError('model_type')\n"
-        "wsbatch.opening._load = load\n"
+        "wsbatch.engine.open._load = load\n"
         "sys.exit(wsbatch.cli.main(['serve', '--log-level', sys.argv[1]]))\n"
     )
     process = start("error", program=[sys.executable, "-P", "-c", program])
@@ -327,11 +327,11 @@ def test_a_step_that_stalls_ends_the_server_after_its_clients_are_told(
 def test_a_signal_during_the_load_ends_it(start: Start) -> None:
     # The load cannot be interrupted: it has a thread of its own, here one that waits for ever.
     program = (
-        "import sys, threading, wsbatch.opening, wsbatch.cli\n"
+        "import sys, threading, wsbatch.engine.open, wsbatch.cli\n"
         "def load(*arguments):\n"
         "    print('loading', flush=True)\n"
         "    threading.Event().wait()\n"
-        "wsbatch.opening._load = load\n"
+        "wsbatch.engine.open._load = load\n"
         "sys.exit(wsbatch.cli.main(['serve']))\n"
     )
     process = start(program=[sys.executable, "-P", "-c", program])

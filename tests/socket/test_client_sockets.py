@@ -12,10 +12,10 @@ import trustme
 
 from wsbatch.client import Client, connect, generate
 from wsbatch.config import EngineConfig, ServerConfig
+from wsbatch.engine.open import open_engine
 from wsbatch.errors import ConnectionLost, QueueFull, Unauthorized
 from wsbatch.messages import Accepted, Finished, Tokens
-from wsbatch.opening import open_engine
-from wsbatch.server import Server, serve
+from wsbatch.server.serve import Server, serve
 from wsbatch.wire import SUBPROTOCOLS
 
 

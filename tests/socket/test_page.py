@@ -7,7 +7,7 @@ import pytest
 import trio
 
 from wsbatch.config import ServerConfig
-from wsbatch.page import FILES
+from wsbatch.server.page import FILES
 from wsbatch.testing.servers import Served, serving
 
 WEB = Path(__file__).parents[2] / "clients" / "web"

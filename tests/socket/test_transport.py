@@ -11,7 +11,7 @@ import trio
 
 from wsbatch.config import ServerConfig
 from wsbatch.messages import Accepted, Finished, GenerateRequest, SamplingParams, Tokens
-from wsbatch.server import serve
+from wsbatch.server.serve import serve
 from wsbatch.testing.clients import BareClient, Closed
 from wsbatch.testing.engines import ScriptedEngine
 from wsbatch.testing.servers import serving

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import trio
 
-from wsbatch.batch_engine import BatchEngine
 from wsbatch.config import EngineConfig, ServerConfig
-from wsbatch.opening import open_engine
-from wsbatch.server import Server, serve
+from wsbatch.engine.loop import BatchEngine
+from wsbatch.engine.open import open_engine
+from wsbatch.server.serve import Server, serve
 from wsbatch.testing.vanishing import MANNERS, vanish
 
 CYCLES = 300

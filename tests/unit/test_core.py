@@ -13,12 +13,12 @@ from wsbatch.batching.continuous import ContinuousScheduler
 from wsbatch.batching.fairness import Client
 from wsbatch.batching.scheduler import Idle, Step, WaitUntil
 from wsbatch.config import EngineConfig
-from wsbatch.core import EngineCore
+from wsbatch.engine.core import EngineCore
+from wsbatch.engine.open import make_scheduler
+from wsbatch.engine.outbox import Outbox
 from wsbatch.errors import EngineDead, RequestError, StepFailed
 from wsbatch.messages import Accepted, Event, Failed, Finished, GenerateRequest, SamplingParams, Started, Tokens
 from wsbatch.model.simulated import SimulatedModel, StepCosts
-from wsbatch.opening import make_scheduler
-from wsbatch.outbox import Outbox
 from wsbatch.steps import PagedStep, StepResult
 from wsbatch.text import ByteText
 

@@ -17,5 +17,4 @@ def test_the_client_is_light(module: str) -> None:
     loaded = set(json.loads(output))
     assert module in loaded
     assert loaded & HEAVY == set()
-    server_side = {"wsbatch.engine", "wsbatch.session", "wsbatch.server", "wsbatch.testing", "wsbatch.worker"}
-    assert loaded & server_side == set()
+    assert not [name for name in loaded if name.startswith(("wsbatch.engine", "wsbatch.server", "wsbatch.testing"))]

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.messages import BatchReport, Finished, Timing, Usage
-from wsbatch.metrics import EngineMetrics
 
 
 def test_a_peer_chooses_no_labels() -> None:

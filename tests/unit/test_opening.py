@@ -5,8 +5,8 @@ import trio
 import trio.testing
 
 from wsbatch.config import EngineConfig
-from wsbatch.metrics import EngineMetrics
-from wsbatch.opening import as_served, for_device, make_scheduler, watch_loop
+from wsbatch.engine.metrics import EngineMetrics
+from wsbatch.engine.open import as_served, for_device, make_scheduler, watch_loop
 from wsbatch.steps import ModelInfo
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from wsbatch.config import EngineConfig, PoolConfig, ServerConfig, Settings
-from wsbatch.metrics import EngineMetrics
+from wsbatch.engine.metrics import EngineMetrics
 
 ROOT = Path(__file__).parent.parent.parent
 DOCUMENT = ROOT / "docs" / "operations.md"

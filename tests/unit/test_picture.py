@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wsbatch.batching.costs import StepCost
-from wsbatch.batching.picture import MAX_ROWS, WINDOW_S, Picture
+from wsbatch.engine.watch import MAX_ROWS, WINDOW_S, Picture
 from wsbatch.messages import RowPhase
 
 

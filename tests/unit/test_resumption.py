@@ -11,10 +11,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from wsbatch.batching.admission import Admission
 from wsbatch.batching.fairness import NOBODY
 from wsbatch.batching.queue import Work
+from wsbatch.engine.outbox import Outbox
+from wsbatch.engine.output import Output
+from wsbatch.engine.request import LiveRequest
 from wsbatch.messages import ChatMessage, Finished, FinishReason, GenerateRequest, SamplingParams, Tokens
-from wsbatch.outbox import Outbox
-from wsbatch.output import Output
-from wsbatch.request import LiveRequest
 from wsbatch.steps import RowSampling
 from wsbatch.text import ByteText, HuggingFaceText, TextCodec
 

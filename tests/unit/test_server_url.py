@@ -3,7 +3,7 @@
 import pytest
 
 from wsbatch.config import ServerConfig
-from wsbatch.server import Server
+from wsbatch.server.serve import Server
 from wsbatch.testing.engines import ScriptedEngine
 
 

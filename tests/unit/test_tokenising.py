@@ -6,10 +6,10 @@ import pytest
 import trio
 
 from wsbatch.batching.fairness import NOBODY, Client
+from wsbatch.engine.tokenising import Run, Tokenising, in_thread
 from wsbatch.errors import TooLarge
 from wsbatch.messages import ChatMessage, GenerateRequest
 from wsbatch.text import ByteText
-from wsbatch.tokenising import Run, Tokenising, in_thread
 
 
 def elsewhere(calls: list[str]) -> Run:

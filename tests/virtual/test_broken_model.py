@@ -8,8 +8,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from wsbatch.batch_engine import BatchEngine
 from wsbatch.config import EngineConfig
+from wsbatch.engine.loop import BatchEngine
 from wsbatch.errors import EngineDead, QueueFull
 from wsbatch.messages import Failed, Finished, GenerateRequest, SamplingParams
 from wsbatch.steps import PaddedStart, PagedStep, StepPlan, StepResult

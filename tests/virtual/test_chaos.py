@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from wsproto.events import BytesMessage, TextMessage
 from wsproto.utilities import LocalProtocolError
 
-from wsbatch.batch_engine import BatchEngine
 from wsbatch.batching.continuous import ContinuousScheduler
 from wsbatch.batching.scheduler import Decision, Step
 from wsbatch.config import EngineConfig, ServerConfig
+from wsbatch.engine.loop import BatchEngine
+from wsbatch.engine.stream import Stream
 from wsbatch.messages import (
     Accepted,
     Cancel,
@@ -35,9 +36,8 @@ from wsbatch.messages import (
     Tokens,
 )
 from wsbatch.model.simulated import SimulatedModel, StepCosts
-from wsbatch.server import Server
+from wsbatch.server.serve import Server
 from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart, PagedStep, RowSampling, StepPlan, StepResult
-from wsbatch.stream import Stream
 from wsbatch.testing.clients import BareClient, Closed, Rejected
 from wsbatch.testing.streams import MemoryListener
 from wsbatch.testing.worker import VirtualWorker, open_virtual_engine

@@ -8,6 +8,7 @@ from trio.testing import MockClock
 
 from wsbatch.batching.scheduler import Idle
 from wsbatch.config import EngineConfig
+from wsbatch.engine.stream import Stream
 from wsbatch.errors import (
     BadRequest,
     Draining,
@@ -23,7 +24,6 @@ from wsbatch.errors import (
 from wsbatch.messages import Accepted, ChatMessage, Failed, Finished, GenerateRequest, SamplingParams, Tokens
 from wsbatch.model.simulated import StepCosts
 from wsbatch.steps import PaddedStart, StepPlan, StepResult
-from wsbatch.stream import Stream
 from wsbatch.testing.worker import open_virtual_engine
 from wsbatch.text import ByteText
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from wsbatch.config import EngineConfig
+from wsbatch.engine.stream import Stream
 from wsbatch.errors import ModelError, NeverFits
 from wsbatch.messages import Failed, Finished, GenerateRequest, SamplingParams, Tokens
 from wsbatch.steps import PagedStep
-from wsbatch.stream import Stream
 from wsbatch.testing.worker import open_virtual_engine
 
 

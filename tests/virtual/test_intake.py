@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
-from wsbatch.batch_engine import BatchEngine
 from wsbatch.batching.admission import Admission
 from wsbatch.batching.fairness import Client
 from wsbatch.config import EngineConfig
+from wsbatch.engine.loop import BatchEngine
+from wsbatch.engine.stream import Stream
 from wsbatch.errors import BadRequest, NeverFits, QueueFull, QueueTimeout, RequestError
 from wsbatch.messages import ChatMessage, Failed, Finished, GenerateRequest, SamplingParams
-from wsbatch.stream import Stream
 from wsbatch.testing.worker import open_virtual_engine
 from wsbatch.text import ByteText
 from wsbatch.text.detokenize import Detokenizer

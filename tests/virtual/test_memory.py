@@ -5,7 +5,7 @@ import trio
 import trio.testing
 
 from wsbatch import memory
-from wsbatch.memory import FreedMemory, Tide
+from wsbatch.server.memory import FreedMemory, Tide
 
 
 def test_a_tide_falls_at_each_half_of_a_height_worth_noting() -> None:

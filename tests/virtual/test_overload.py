@@ -6,14 +6,14 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from wsbatch.batch_engine import BatchEngine
 from wsbatch.batching.fairness import Client
 from wsbatch.batching.queue import AGEING_S
 from wsbatch.config import EngineConfig
+from wsbatch.engine.loop import BatchEngine
+from wsbatch.engine.stream import Stream
 from wsbatch.errors import BY_CODE, QueueFull, RequestError
 from wsbatch.messages import Failed, Finished, GenerateRequest, SamplingParams
 from wsbatch.model.simulated import StepCosts
-from wsbatch.stream import Stream
 from wsbatch.testing.worker import open_virtual_engine
 
 
@@ -124,7 +124,7 @@ async def test_a_refusal_does_not_look_through_the_queue(
     """Where nobody less urgent waits nobody can give way: sorting a full queue would take longer than the refusal."""
     async with open_virtual_engine(config(max_queue_requests=16)) as (engine, _):
         await fill(engine, 16)
-        monkeypatch.setattr("wsbatch.admission.giving_way", lambda *_, **__: pytest.fail("looked through"))
+        monkeypatch.setattr("wsbatch.engine.admission.giving_way", lambda *_, **__: pytest.fail("looked through"))
         assert isinstance(engine.turn_away(), QueueFull)
         with pytest.raises(QueueFull):
             await engine.submit(request())

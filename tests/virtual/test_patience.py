@@ -4,7 +4,7 @@ import pytest
 import trio
 import trio.testing
 
-from wsbatch.patience import Patience
+from wsbatch.server.patience import Patience
 
 Clock = trio.testing.MockClock
 

@@ -9,8 +9,6 @@ import trio
 
 from wsbatch.config import EngineConfig, ServerConfig
 from wsbatch.errors import Draining, EngineDead, ModelError, QueueFull
-from wsbatch.input_budget import InputBudget
-from wsbatch.memory import FreedMemory
 from wsbatch.messages import (
     Accepted,
     Cancel,
@@ -28,8 +26,10 @@ from wsbatch.messages import (
     Status,
     Tokens,
 )
-from wsbatch.patience import Patience
-from wsbatch.session import MAX_BACKLOG, Session
+from wsbatch.server.input_budget import InputBudget
+from wsbatch.server.memory import FreedMemory
+from wsbatch.server.patience import Patience
+from wsbatch.server.session import MAX_BACKLOG, Session
 from wsbatch.testing.connections import MemoryConnection
 from wsbatch.testing.engines import ScriptedEngine
 from wsbatch.testing.worker import open_virtual_engine

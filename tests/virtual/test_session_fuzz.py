@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from wsbatch.config import ServerConfig
 from wsbatch.messages import Accepted, Cancel, Failed, Finished, GenerateRequest, Ping, SamplingParams, Tokens
-from wsbatch.session import Session
+from wsbatch.server.session import Session
 from wsbatch.testing.connections import MemoryConnection
 from wsbatch.testing.engines import ScriptedEngine
 from wsbatch.wire import JSON, MSGPACK, Codec

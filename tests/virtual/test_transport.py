@@ -15,20 +15,20 @@ import wsproto.connection
 from wsproto.events import BytesMessage, Ping, Pong, TextMessage
 
 from wsbatch.config import ServerConfig
-from wsbatch.connection import Connection, Disconnected, Received
+from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.errors import QueueFull, RequestError
-from wsbatch.http import Answer
-from wsbatch.memory import FreedMemory
 from wsbatch.messages import GenerateRequest, Hello, Watch
-from wsbatch.metrics import EngineMetrics
-from wsbatch.patience import Patience
-from wsbatch.server import Server
-from wsbatch.session import Session
+from wsbatch.server.connection import Connection, Disconnected, Received
+from wsbatch.server.http import Answer
+from wsbatch.server.memory import FreedMemory
+from wsbatch.server.patience import Patience
+from wsbatch.server.serve import Server
+from wsbatch.server.session import Session
+from wsbatch.server.transport import Transport
+from wsbatch.server.websocket import WebSocket
 from wsbatch.testing.clients import BareClient, Closed, Rejected
 from wsbatch.testing.engines import ScriptedEngine
 from wsbatch.testing.streams import MemoryListener, MemoryStream
-from wsbatch.transport import Transport
-from wsbatch.websocket import WebSocket
 from wsbatch.wire import MsgpackCodec
 
 Clock = trio.testing.MockClock

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from wsbatch.config import ServerConfig
 from wsbatch.messages import Hello
-from wsbatch.server import Server
+from wsbatch.server.serve import Server
 from wsbatch.testing.clients import BareClient
 from wsbatch.testing.engines import ScriptedEngine
 from wsbatch.testing.streams import MemoryListener

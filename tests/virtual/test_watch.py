@@ -22,7 +22,7 @@ from wsbatch.messages import (
     Unwatch,
     Watch,
 )
-from wsbatch.session import Session
+from wsbatch.server.session import Session
 from wsbatch.testing.connections import MemoryConnection
 from wsbatch.testing.engines import ScriptedEngine
 from wsbatch.testing.worker import open_virtual_engine

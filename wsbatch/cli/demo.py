@@ -15,7 +15,7 @@ from wsbatch.errors import WsbatchError
 from wsbatch.messages import ChatMessage, GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from wsbatch.server import Server
+    from wsbatch.server.serve import Server
 
 _PROMPT = "What is the capital of France, and what is it known for?"
 

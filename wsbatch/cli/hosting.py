@@ -23,8 +23,8 @@ from wsbatch.config import EngineConfig, ServerConfig
 from wsbatch.errors import EngineDead, WsbatchError
 
 if TYPE_CHECKING:
-    from wsbatch.engine import Engine
-    from wsbatch.server import Server
+    from wsbatch.engine.interface import Engine
+    from wsbatch.server.serve import Server
 
 LOG = logging.getLogger("wsbatch.cli")
 
@@ -87,7 +87,7 @@ def host(command: str, engine_config: EngineConfig, server_config: ServerConfig,
     with load_progress() as progress:
 
         def opening() -> AbstractAsyncContextManager["Engine"]:
-            from wsbatch.opening import open_engine
+            from wsbatch.engine.open import open_engine
 
             LOG.info("loading model %s", engine_config.model)
             return open_engine(engine_config, progress=progress)
@@ -103,7 +103,7 @@ def host_engine(
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         # Here, because the base install has none of it.
-        import wsbatch.server  # noqa: F401
+        import wsbatch.server.serve  # noqa: F401
     except ModuleNotFoundError as error:
         complain(command, f"{error.name} is not installed: a server needs `pip install 'wsbatch[server]'`")
         return CANNOT_START
@@ -177,7 +177,7 @@ class _Hosting:
     async def _serve_to_end(
         self, engine: "Engine", rest: trio.CancelScope, *, task_status: trio.TaskStatus["Server"]
     ) -> None:
-        from wsbatch.server import serve
+        from wsbatch.server.serve import serve
 
         try:
             await serve(engine, self._server_config, task_status=task_status)

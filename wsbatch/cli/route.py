@@ -12,7 +12,7 @@ from wsbatch.cli.settings import ROUTER_DEFAULTS, add_settings, read_settings
 from wsbatch.config import PoolConfig, ServerConfig
 
 if TYPE_CHECKING:
-    from wsbatch.engine import Engine
+    from wsbatch.engine.interface import Engine
 
 _REPLICA_TOKEN_VARIABLE = "WSBATCH_REPLICA_TOKEN"
 

@@ -15,9 +15,9 @@ from wsbatch.config import EngineConfig, FleetConfig, PoolConfig, ServerConfig
 from wsbatch.errors import WsbatchError
 
 if TYPE_CHECKING:
-    from wsbatch.engine import Engine
-    from wsbatch.ray import Fleet
-    from wsbatch.server import Server
+    from wsbatch.engine.interface import Engine
+    from wsbatch.pool.ray import Fleet
+    from wsbatch.server.serve import Server
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ray is not None:
 
         def opening() -> "AbstractAsyncContextManager[Fleet]":
-            from wsbatch.ray import open_fleet
+            from wsbatch.pool.ray import open_fleet
 
             return open_fleet(
                 engine_config,

@@ -8,13 +8,15 @@ from dataclasses import replace
 import trio
 
 from wsbatch.batching.fairness import NOBODY, Client
-from wsbatch.batching.picture import Picture, Watcher
 from wsbatch.client.errors import ProtocolError
 from wsbatch.config import PoolConfig
-from wsbatch.engine import EngineState
+from wsbatch.engine.interface import EngineState
+from wsbatch.engine.metrics import EngineMetrics
+from wsbatch.engine.stream import Stream
+from wsbatch.pool.timers import Timers
+from wsbatch.engine.watch import Picture, Watcher
 from wsbatch.errors import Draining, QueueFull, RequestError
 from wsbatch.messages import DEFAULT_PRIORITY, Failed, Finished, GenerateRequest, Hello, Status
-from wsbatch.metrics import EngineMetrics
 from wsbatch.pool.metrics import PoolMetrics
 from wsbatch.pool.patience import PatienceClock
 from wsbatch.pool.placement import Placement
@@ -22,8 +24,6 @@ from wsbatch.pool.replica import Kind, Replica
 from wsbatch.pool.route import Route
 from wsbatch.pool.upkeep import Dial, Upkeep
 from wsbatch.steps import ModelInfo
-from wsbatch.stream import Stream
-from wsbatch.timers import Timers
 
 _SEED_BITS = 53
 _LAST_ANSWERS_S = 1.5

@@ -2,7 +2,7 @@
 
 import trio
 
-from wsbatch.watchdog import SUSPENDED_S
+from wsbatch.engine.watchdog import SUSPENDED_S
 
 _NAP_S = 0.1
 

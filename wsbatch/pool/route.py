@@ -13,6 +13,7 @@ from typing import get_args
 import trio
 
 from wsbatch.client.errors import error_of
+from wsbatch.engine.stream import Stream
 from wsbatch.errors import (
     BY_CODE,
     BadRequest,
@@ -35,7 +36,6 @@ from wsbatch.pool.placing import beginnings, estimated_tokens
 from wsbatch.pool.replica import Blame, Kind, Replica
 from wsbatch.pool.search import LARGER, RETRY_MS, Search
 from wsbatch.pool.suspicion import INNOCENT_TOKENS, Mishap, Suspicion
-from wsbatch.stream import Stream
 
 # Errors that are about the request, wherever it is sent.
 _FINAL = frozenset(error.code for error in (BadRequest, QueueTimeout)) | LARGER

@@ -4,9 +4,9 @@ from collections.abc import Hashable
 
 import trio
 
-from wsbatch.connection import Disconnected, Received
-from wsbatch.input_budget import Share
 from wsbatch.messages import ClientMessage, ServerMessage
+from wsbatch.server.connection import Disconnected, Received
+from wsbatch.server.input_budget import Share
 from wsbatch.wire import MSGPACK, Codec
 
 

@@ -6,8 +6,10 @@ from contextlib import asynccontextmanager
 import trio
 
 from wsbatch.batching.fairness import NOBODY, Client
-from wsbatch.batching.picture import Picture, Watcher
-from wsbatch.engine import EngineState
+from wsbatch.engine.interface import EngineState
+from wsbatch.engine.metrics import EngineMetrics
+from wsbatch.engine.stream import Stream
+from wsbatch.engine.watch import Picture, Watcher
 from wsbatch.errors import Draining, EngineDead, RequestError
 from wsbatch.messages import (
     DEFAULT_PRIORITY,
@@ -20,9 +22,7 @@ from wsbatch.messages import (
     Timing,
     Usage,
 )
-from wsbatch.metrics import EngineMetrics
 from wsbatch.steps import ModelInfo
-from wsbatch.stream import Stream
 
 
 class ScriptedEngine:

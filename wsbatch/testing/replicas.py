@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import trio
 
-from wsbatch.batch_engine import BatchEngine
 from wsbatch.client import Client, open_client
 from wsbatch.config import EngineConfig, ServerConfig
+from wsbatch.engine.loop import BatchEngine
 from wsbatch.errors import ConnectionLost
 from wsbatch.model.simulated import StepCosts
-from wsbatch.server import Server
+from wsbatch.server.serve import Server
 from wsbatch.steps import StepPlan, StepResult
 from wsbatch.testing.streams import MemoryListener, MemoryStream
 from wsbatch.testing.worker import VirtualWorker, open_virtual_engine

@@ -8,7 +8,7 @@ import trio
 
 from wsbatch.config import ServerConfig
 from wsbatch.messages import Hello
-from wsbatch.server import Server, serve
+from wsbatch.server.serve import Server, serve
 from wsbatch.testing.clients import BareClient
 from wsbatch.testing.engines import ScriptedEngine
 from wsbatch.wire import Codec

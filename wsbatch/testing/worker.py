@@ -5,11 +5,11 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from wsbatch.batch_engine import BatchEngine
 from wsbatch.config import EngineConfig
+from wsbatch.engine.loop import BatchEngine
+from wsbatch.engine.open import assemble
 from wsbatch.errors import StepFailed
 from wsbatch.model.simulated import SimulatedModel, StepCosts
-from wsbatch.opening import assemble
 from wsbatch.steps import PaddedStart, PagedStep, StepPlan, StepResult
 from wsbatch.text import ByteText, TextCodec
 

@@ -16,7 +16,7 @@ from wsbatch.client import Client, open_client
 from wsbatch.config import ServerConfig
 from wsbatch.messages import Tokens
 from wsbatch.pool import open_pool
-from wsbatch.server import Server
+from wsbatch.server.serve import Server
 from wsbatch.testing.streams import MemoryListener
 
 _STREAMS = 32

@@ -11,9 +11,9 @@ import time
 import trio
 
 from wsbatch.config import ServerConfig
-from wsbatch.server import serve
+from wsbatch.engine.stream import Stream
+from wsbatch.server.serve import serve
 from wsbatch.steps import ModelInfo
-from wsbatch.stream import Stream
 from wsbatch.testing.engines import ScriptedEngine
 
 _WRAP = 2**31  # token ids are below it: half an hour of microseconds

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from wsbatch.cli.parsing import Commands, add_parser, say_error
-from wsbatch.opening import make_scheduler
+from wsbatch.engine.open import make_scheduler
 from wsbatch_bench.cli.flags import add_model_flags, engine_config, read_costs, sizes
 from wsbatch_bench.load.trace import draw_trace
 from wsbatch_bench.steps.bare_loop import load_bare

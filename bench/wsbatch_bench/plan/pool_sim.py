@@ -20,9 +20,9 @@ from math import inf
 from wsbatch.batching.accounting import Ledger
 from wsbatch.batching.scheduler import Idle, Step, WaitUntil
 from wsbatch.config import EngineConfig, PoolConfig
+from wsbatch.engine.open import make_scheduler
 from wsbatch.messages import GenerateRequest, SamplingParams
 from wsbatch.model.simulated import SimulatedModel, StepCosts
-from wsbatch.opening import make_scheduler
 from wsbatch.pool.placing import choose, estimated_tokens
 from wsbatch.steps import PagedStep, StepPlan, StepResult
 from wsbatch_bench.load.generator import STOPPED, LoadPlan, LoadRun

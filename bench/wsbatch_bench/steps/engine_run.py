@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import trio
 
-from wsbatch.batch_engine import BatchEngine
 from wsbatch.config import EngineConfig
+from wsbatch.engine.loop import BatchEngine
+from wsbatch.engine.open import open_engine
+from wsbatch.engine.stream import Stream
 from wsbatch.messages import GenerateRequest, SamplingParams, Tokens
 from wsbatch.model.simulated import StepCosts
-from wsbatch.opening import open_engine
-from wsbatch.stream import Stream
 from wsbatch.testing.worker import open_virtual_engine
 from wsbatch_bench.load.server import parse_totals
 from wsbatch_bench.steps.bare_loop import LoopRequest

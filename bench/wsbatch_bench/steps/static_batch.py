@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from wsbatch.opening import make_scheduler
+from wsbatch.engine.open import make_scheduler
 from wsbatch_bench.quantiles import observed_quantile
 from wsbatch_bench.steps.bare_loop import Clock, LoopRequest, LoopRow, LoopStep, Runs, run_loop
 from wsbatch_bench.sweep.setting import Setting

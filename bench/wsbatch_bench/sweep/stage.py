@@ -12,7 +12,7 @@ from trio.testing import MockClock
 from wsbatch.client import Client, connect, open_client
 from wsbatch.config import EngineConfig, ServerConfig
 from wsbatch.model.simulated import StepCosts
-from wsbatch.server import Server
+from wsbatch.server.serve import Server
 from wsbatch.testing.streams import MemoryListener
 from wsbatch.testing.worker import VirtualWorker, open_virtual_engine
 from wsbatch_bench.load.generator import LoadPlan, LoadRun, run_load

@@ -5,7 +5,7 @@ from math import inf
 
 import trio
 
-from wsbatch.memory import FreedMemory, Tide
+from wsbatch.server.memory import FreedMemory, Tide
 
 _GRACE_S = 5.0
 """How long a message may take to arrive while others wait for the room that it has."""

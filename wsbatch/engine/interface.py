@@ -5,12 +5,12 @@ from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
 from wsbatch.batching.fairness import NOBODY, Client
-from wsbatch.batching.picture import Watcher
+from wsbatch.engine.metrics import EngineMetrics
+from wsbatch.engine.stream import Stream
+from wsbatch.engine.watch import Watcher
 from wsbatch.errors import RequestError
 from wsbatch.messages import DEFAULT_PRIORITY, GenerateRequest, Status
-from wsbatch.metrics import EngineMetrics
 from wsbatch.steps import ModelInfo
-from wsbatch.stream import Stream
 
 EngineState = Literal["ready", "draining", "dead"]
 

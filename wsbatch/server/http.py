@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 import h11
 
-from wsbatch.engine import Engine
+from wsbatch.engine.interface import Engine
+from wsbatch.engine.metrics import CONTENT_TYPE
 from wsbatch.errors import RequestError
-from wsbatch.metrics import CONTENT_TYPE
 
 _TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import trio
 
-from wsbatch.endings import RawStream
-from wsbatch.strangers import Strangers
+from wsbatch.server.endings import RawStream
+from wsbatch.server.strangers import Strangers
 
 LOG = logging.getLogger("wsbatch.transport")
 

@@ -10,8 +10,8 @@ import trio
 from wsbatch import __version__
 from wsbatch.batching.fairness import Client
 from wsbatch.config import ServerConfig
-from wsbatch.connection import Connection, Disconnected, Received
-from wsbatch.engine import Engine
+from wsbatch.engine.interface import Engine
+from wsbatch.engine.stream import Stream
 from wsbatch.errors import BadRequest, DuplicateId, QuotaExceeded, RequestError
 from wsbatch.messages import (
     Accepted,
@@ -34,10 +34,10 @@ from wsbatch.messages import (
     Usage,
     Watch,
 )
-from wsbatch.patience import Patience
-from wsbatch.stream import Stream
-from wsbatch.wake import Wake
-from wsbatch.watching import Watching
+from wsbatch.server.connection import Connection, Disconnected, Received
+from wsbatch.server.patience import Patience
+from wsbatch.server.wake import Wake
+from wsbatch.server.watch import Watching
 from wsbatch.wire import PROTOCOL_VERSION, Codec, DecodeError
 
 # Answers (errors, pongs) that a client may leave unread before it is taken for a flood.

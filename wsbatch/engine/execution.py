@@ -2,13 +2,13 @@
 
 import trio
 
-from wsbatch.core import EngineCore
+from wsbatch.engine.core import EngineCore
+from wsbatch.engine.health import PROBES
+from wsbatch.engine.isolation import run_step
+from wsbatch.engine.watchdog import Watchdog
+from wsbatch.engine.worker import Worker
 from wsbatch.errors import EngineDead, StepFailed
-from wsbatch.health import PROBES
-from wsbatch.isolation import run_step
 from wsbatch.steps import StepPlan, StepResult
-from wsbatch.watchdog import Watchdog
-from wsbatch.worker import Worker
 
 _PROBE_PAUSE_S = 1.0
 

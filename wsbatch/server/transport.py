@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 import trio
 
-from wsbatch.accepting import AcceptingListener
 from wsbatch.config import ServerConfig
-from wsbatch.connection import Connection, Disconnected
-from wsbatch.endings import RawStream, linger, reset
+from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.errors import QueueFull, RequestError, TooLarge
-from wsbatch.handshake import Upgrade, accept_upgrade
-from wsbatch.http import Answer, Exchange, Head, HttpError, refused
-from wsbatch.input_budget import InputBudget
-from wsbatch.memory import FreedMemory, Tide
-from wsbatch.metrics import EngineMetrics
-from wsbatch.patience import Patience
-from wsbatch.strangers import Strangers
-from wsbatch.websocket import WebSocket
+from wsbatch.server.accepting import AcceptingListener
+from wsbatch.server.connection import Connection, Disconnected
+from wsbatch.server.endings import RawStream, linger, reset
+from wsbatch.server.handshake import Upgrade, accept_upgrade
+from wsbatch.server.http import Answer, Exchange, Head, HttpError, refused
+from wsbatch.server.input_budget import InputBudget
+from wsbatch.server.memory import FreedMemory, Tide
+from wsbatch.server.patience import Patience
+from wsbatch.server.strangers import Strangers
+from wsbatch.server.websocket import WebSocket
 
 LOG = logging.getLogger("wsbatch.transport")
 

@@ -12,15 +12,21 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
-from wsbatch.admission import AdmissionControl, Waiting
 from wsbatch.batching.accounting import RowReport
 from wsbatch.batching.admission import Place
 from wsbatch.batching.fairness import NOBODY, Client
-from wsbatch.batching.picture import Picture
 from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Decision, Idle, Scheduler, Step, StepOutcome, WaitUntil
 from wsbatch.config import EngineConfig
-from wsbatch.deadlines import Deadlines
+from wsbatch.engine.admission import AdmissionControl, Waiting
+from wsbatch.engine.deadlines import Deadlines
+from wsbatch.engine.health import ModelHealth
+from wsbatch.engine.hold import HoldClock
+from wsbatch.engine.metrics import EngineMetrics
+from wsbatch.engine.outbox import Outbox
+from wsbatch.engine.output import Output
+from wsbatch.engine.request import LiveRequest
+from wsbatch.engine.watch import Picture
 from wsbatch.errors import (
     Draining,
     EngineDead,
@@ -32,13 +38,7 @@ from wsbatch.errors import (
     SlowConsumer,
     StepFailed,
 )
-from wsbatch.health import ModelHealth
-from wsbatch.hold import HoldClock
 from wsbatch.messages import DEFAULT_PRIORITY, Accepted, FinishReason, GenerateRequest, RowPhase, Status
-from wsbatch.metrics import EngineMetrics
-from wsbatch.outbox import Outbox
-from wsbatch.output import Output
-from wsbatch.request import LiveRequest
 from wsbatch.steps import ModelInfo, RowSampling, StepResult
 from wsbatch.text import TextCodec
 

@@ -6,9 +6,9 @@ from wsbatch.batching.accounting import RowReport
 from wsbatch.batching.admission import Place
 from wsbatch.batching.fairness import Client
 from wsbatch.batching.queue import Work
+from wsbatch.engine.outbox import Outbox
+from wsbatch.engine.output import Output
 from wsbatch.messages import BatchReport, Finished, FinishReason, GenerateRequest, Timing, TokenLogprobs, Usage
-from wsbatch.outbox import Outbox
-from wsbatch.output import Output
 
 _NO_COMPANY = RowReport(max_size=0, mean_size=0.0, issued_tokens=0, useful_tokens=0, cached_tokens=0)
 

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from wsbatch.batch_engine import BatchEngine
 from wsbatch.batching.blocks import BlockPool
 from wsbatch.batching.continuous import ContinuousScheduler
 from wsbatch.batching.dynamic import DynamicScheduler, DynamicSettings
 from wsbatch.batching.scheduler import Scheduler
 from wsbatch.config import EngineConfig
-from wsbatch.metrics import EngineMetrics
+from wsbatch.engine.loop import BatchEngine
+from wsbatch.engine.metrics import EngineMetrics
+from wsbatch.engine.tokenising import Run, Tokenising, in_thread
+from wsbatch.engine.worker import ThreadWorker, Worker
 from wsbatch.steps import Model, ModelInfo
 from wsbatch.text import ByteText, TextCodec
-from wsbatch.tokenising import Run, Tokenising, in_thread
-from wsbatch.worker import ThreadWorker, Worker
 
 if TYPE_CHECKING:
     from wsbatch.model.loading import LoadedModel

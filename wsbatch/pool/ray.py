@@ -56,8 +56,8 @@ class ReplicaActor:
         os._exit(70)  # Ray starts it again
 
     async def _serve(self, engine_config: EngineConfig, server_config: ServerConfig) -> None:
-        from wsbatch.opening import open_engine
-        from wsbatch.server import serve
+        from wsbatch.engine.open import open_engine
+        from wsbatch.server.serve import serve
 
         # The router reaches it at its node's address, whichever node that is.
         server_config = replace(server_config, host=_import_ray().util.get_node_ip_address())

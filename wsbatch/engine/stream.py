@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Callable
 
 import trio
 
+from wsbatch.engine.outbox import Outbox
 from wsbatch.messages import Event, GenerateRequest, Terminal
-from wsbatch.outbox import Outbox
 
 _logger = logging.getLogger("wsbatch.engine")
 

@@ -12,12 +12,12 @@ from wsproto.events import BytesMessage, CloseConnection, Event, Ping, Pong, Tex
 from wsproto.utilities import LocalProtocolError
 
 from wsbatch.config import ServerConfig
-from wsbatch.connection import Disconnected, Received
-from wsbatch.endings import RawStream, reset
-from wsbatch.frame_rate import FrameRate, TooManyFrames
-from wsbatch.input_budget import InputBudget, Share
-from wsbatch.patience import Patience
-from wsbatch.peer import peer_of
+from wsbatch.server.connection import Disconnected, Received
+from wsbatch.server.endings import RawStream, reset
+from wsbatch.server.frame_rate import FrameRate, TooManyFrames
+from wsbatch.server.input_budget import InputBudget, Share
+from wsbatch.server.patience import Patience
+from wsbatch.server.peer import peer_of
 from wsbatch.wire import Text
 
 FREE_BYTES = 16_384

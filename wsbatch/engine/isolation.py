@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from wsbatch.engine.worker import Worker
 from wsbatch.errors import StepFailed
 from wsbatch.steps import PagedStep, StepPlan, StepResult
-from wsbatch.worker import Worker
 
 
 async def run_step(worker: Worker, plan: StepPlan) -> tuple[StepResult, dict[int, StepFailed]]:

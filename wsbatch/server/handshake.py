@@ -11,7 +11,7 @@ from wsproto.utilities import generate_accept_token
 from wsbatch.auth import clean_origin
 from wsbatch.config import ServerConfig
 from wsbatch.errors import Unauthorized
-from wsbatch.http import Head, HttpError
+from wsbatch.server.http import Head, HttpError
 from wsbatch.wire import SUBPROTOCOLS
 
 # RFC 1035 allows 253 bytes of name; a port and brackets come on top.

@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
-from wsbatch.input_budget import Share
+from wsbatch.server.input_budget import Share
 
 
 class Disconnected(Exception):

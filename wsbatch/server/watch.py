@@ -5,8 +5,8 @@ from math import inf
 
 import trio
 
-from wsbatch.batching.picture import WINDOW_S, Watcher
-from wsbatch.engine import Engine
+from wsbatch.engine.interface import Engine
+from wsbatch.engine.watch import WINDOW_S, Watcher
 from wsbatch.messages import BatchSnapshot
 
 # At most ten frames a second: a picture moves, and 32 watchers cost the event loop little.

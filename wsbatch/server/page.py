@@ -7,9 +7,9 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-from wsbatch.http import Answer, Head
+from wsbatch.server.http import Answer, Head
 
-_ROOT = Path(__file__).parent / "web"
+_ROOT = Path(__file__).parent.parent / "web"
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",

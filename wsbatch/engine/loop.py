@@ -8,20 +8,20 @@ from math import inf
 import trio
 
 from wsbatch.batching.fairness import NOBODY, Client
-from wsbatch.batching.picture import Watcher
 from wsbatch.batching.scheduler import Idle, Scheduler, Step, WaitUntil
 from wsbatch.config import EngineConfig
-from wsbatch.core import EngineCore
-from wsbatch.engine import EngineState
+from wsbatch.engine.core import EngineCore
+from wsbatch.engine.execution import Execution
+from wsbatch.engine.interface import EngineState
+from wsbatch.engine.metrics import EngineMetrics
+from wsbatch.engine.stream import Stream
+from wsbatch.engine.tokenising import Tokenising
+from wsbatch.engine.watch import Watcher
+from wsbatch.engine.worker import Worker
 from wsbatch.errors import EngineDead, QueueTimeout, RequestError, StepFailed
-from wsbatch.execution import Execution
 from wsbatch.messages import DEFAULT_PRIORITY, GenerateRequest, Status
-from wsbatch.metrics import EngineMetrics
 from wsbatch.steps import ModelInfo
-from wsbatch.stream import Stream
 from wsbatch.text import TextCodec
-from wsbatch.tokenising import Tokenising
-from wsbatch.worker import Worker
 
 _logger = logging.getLogger("wsbatch.engine")
 

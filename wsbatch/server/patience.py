@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import trio
 
-from wsbatch.watchdog import SUSPENDED_S
+from wsbatch.engine.watchdog import SUSPENDED_S
 
 _LOOK_S = 0.5
 

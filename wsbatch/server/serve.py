@@ -9,19 +9,19 @@ from math import inf
 
 import trio
 
-from wsbatch.accepting import open_listeners
 from wsbatch.config import ServerConfig
-from wsbatch.connection import Connection
-from wsbatch.endings import RawStream
-from wsbatch.engine import Engine
+from wsbatch.engine.interface import Engine
 from wsbatch.errors import Draining, RequestError
-from wsbatch.handshake import probe_refusal, readable_by
-from wsbatch.http import Answer, Head, plain_answer
-from wsbatch.memory import FreedMemory
-from wsbatch.page import page_answer
-from wsbatch.patience import Patience
-from wsbatch.session import Session
-from wsbatch.transport import Transport
+from wsbatch.server.accepting import open_listeners
+from wsbatch.server.connection import Connection
+from wsbatch.server.endings import RawStream
+from wsbatch.server.handshake import probe_refusal, readable_by
+from wsbatch.server.http import Answer, Head, plain_answer
+from wsbatch.server.memory import FreedMemory
+from wsbatch.server.page import page_answer
+from wsbatch.server.patience import Patience
+from wsbatch.server.session import Session
+from wsbatch.server.transport import Transport
 from wsbatch.wire import CODECS, SUBPROTOCOLS, WireLimits
 
 # What a server that is told to stop at once, or is cancelled, takes to tell its clients.

@@ -1,0 +1,1 @@
+"""The engine: from an accepted request to its terminal event."""
