@@ -4,7 +4,7 @@ import pytest
 import trio
 import trio.testing
 
-from wsbatch import memory
+from wsbatch.server import memory
 from wsbatch.server.memory import FreedMemory, Tide
 
 

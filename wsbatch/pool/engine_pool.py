@@ -13,7 +13,6 @@ from wsbatch.config import PoolConfig
 from wsbatch.engine.interface import EngineState
 from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.engine.stream import Stream
-from wsbatch.pool.timers import Timers
 from wsbatch.engine.watch import Picture, Watcher
 from wsbatch.errors import Draining, QueueFull, RequestError
 from wsbatch.messages import DEFAULT_PRIORITY, Failed, Finished, GenerateRequest, Hello, Status
@@ -22,6 +21,7 @@ from wsbatch.pool.patience import PatienceClock
 from wsbatch.pool.placement import Placement
 from wsbatch.pool.replica import Kind, Replica
 from wsbatch.pool.route import Route
+from wsbatch.pool.timers import Timers
 from wsbatch.pool.upkeep import Dial, Upkeep
 from wsbatch.steps import ModelInfo
 
