@@ -390,6 +390,15 @@ async def test_a_full_engine_refuses_what_nobody_has_read(autojump_clock: trio.t
         assert not live.live
 
 
+async def test_answers_are_not_held_back_to_be_merged(autojump_clock: trio.testing.MockClock) -> None:
+    async with session(frame_interval_ms=1000) as fixture:
+        began_s = trio.current_time()
+        for nonce in range(10):
+            await fixture.client.say(Ping(nonce))
+            assert await fixture.client.hear() == Pong(nonce)
+        assert trio.current_time() == began_s
+
+
 async def test_an_urgent_request_is_let_in_by_a_full_queue(autojump_clock: trio.testing.MockClock) -> None:
     config = EngineConfig(model="simulated", scheduler="continuous", max_batch_size=1, max_queue_requests=1)
     async with open_virtual_engine(config) as (engine, _), trio.open_nursery() as nursery:

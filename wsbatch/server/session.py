@@ -331,7 +331,8 @@ class Session:
             # A frame costs some 50 µs, however many tokens are in it: what comes in quick succession is merged. Steps
             # of a real model take longer than this interval, and are not held back.
             early_s = sent_s + self._config.frame_interval_ms / 1000 - trio.current_time()
-            if early_s > 0:  # sleeping costs a third of a frame, also when it is for no time at all
+            # Sleeping costs a third of a frame, also when it is for no time at all; and answers are not merged.
+            if early_s > 0 and not self._answers:
                 await trio.sleep(early_s)
 
     async def _send(self, message: ServerMessage) -> None:
