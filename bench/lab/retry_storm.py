@@ -12,23 +12,24 @@ import argparse
 import os
 import statistics
 from collections import Counter
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import process_time
 
 import msgpack
 import trio
-from wsbatch_bench.costs import parse_costs
-from wsbatch_bench.impatient import ImpatientTarget, Manners
-from wsbatch_bench.lengths import parse_lengths
-from wsbatch_bench.overload import Overload
-from wsbatch_bench.record import Record
-from wsbatch_bench.server_process import ServerProcess, raise_descriptor_limit, serving_process
-from wsbatch_bench.setting import parse_setting
-from wsbatch_bench.trace import draw_trace
 
-from wsbatch_bench.load import LoadPlan, run_load
+from lab_tools.impatient import ImpatientTarget, Manners
+from lab_tools.looks import raise_descriptor_limit
+from lab_tools.overload_run import Overload
+from wsbatch_bench.load.generator import LoadPlan, run_load
+from wsbatch_bench.load.record import Record
+from wsbatch_bench.load.server import ServerProcess, server_process, wsbatch_command
+from wsbatch_bench.load.specs import parse_lengths
+from wsbatch_bench.load.trace import draw_trace
+from wsbatch_bench.sweep.setting import parse_costs, parse_setting
 
 _TERMINAL = ("finished", "error")
 
@@ -144,15 +145,15 @@ class Result:
     outcomes: Counter[str]
 
 
-@asynccontextmanager
-async def serving(checkout: Path, flags: list[str]):
+@contextmanager
+def serving(checkout: Path, flags: list[str]) -> Iterator[ServerProcess]:
     os.environ["PYTHONPATH"] = str(checkout)
-    async with serving_process(*flags) as server:
+    with server_process(wsbatch_command("serve", *flags)) as server:
         yield server
 
 
 def cpu_s(server: ServerProcess) -> float:
-    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -165,7 +166,7 @@ async def measure(checkout: Path, overload: Overload, arguments: argparse.Namesp
         warmup=round(rate * overload.warmup_s),
         measured=max(1, round(rate * overload.measured_s)),
     )
-    async with serving(checkout, [*flags, "--max-connections", "8192"]) as server, trio.open_nursery() as nursery:
+    with serving(checkout, [*flags, "--max-connections", "8192"]) as server, trio.open_nursery() as nursery:
         target = LinkTarget(server.port, nursery)
         config = overload.setting.config(model="simulated")
         for _ in range(config.max_batch_size + config.max_queue_requests + 64):

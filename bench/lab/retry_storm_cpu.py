@@ -14,19 +14,18 @@ from dataclasses import dataclass, field
 from math import inf
 
 import trio
-from retry_storm import Link, LinkTarget
 
+from lab_tools.impatient import ImpatientTarget, Manners
+from lab_tools.overload_run import Overload
+from retry_storm import Link, LinkTarget
 from wsbatch.config import ServerConfig
-from wsbatch.server import Server
+from wsbatch.server.serve import Server
 from wsbatch.testing.streams import MemoryListener
 from wsbatch.testing.worker import open_virtual_engine
-from wsbatch_bench.costs import parse_costs
-from wsbatch_bench.impatient import ImpatientTarget, Manners
-from wsbatch_bench.lengths import parse_lengths
-from wsbatch_bench.load import LoadPlan, run_load
-from wsbatch_bench.overload import Overload
-from wsbatch_bench.setting import parse_setting
-from wsbatch_bench.trace import draw_trace
+from wsbatch_bench.load.generator import LoadPlan, run_load
+from wsbatch_bench.load.specs import parse_lengths
+from wsbatch_bench.load.trace import draw_trace
+from wsbatch_bench.sweep.setting import parse_costs, parse_setting
 
 
 class CpuClock(trio.abc.Clock):
