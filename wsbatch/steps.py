@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from wsbatch.messages import TokenLogprobs
+from wsbatch.messages import SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +34,15 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class RowSampling:
-    """How one row's next token is chosen; see `SamplingParams`. `logprobs` None asks for none."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    logprobs: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class PaddedRow:
-    """One row of a padded batch: its whole prompt. `key` is the engine's own number for the request."""
+    """One row of a padded batch: its whole prompt. `key` is the engine's own number for the request.
+
+    `sampling` has its seed: the engine has drawn one where the request named none.
+    """
 
     key: int
     token_ids: tuple[int, ...]
-    sampling: RowSampling
+    sampling: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +83,7 @@ class PagedRow:
     token_ids: tuple[int, ...]
     start: int
     block_table: tuple[int, ...]
-    sampling: RowSampling | None
+    sampling: SamplingParams | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.attention.varlen
 
+from wsbatch.messages import SamplingParams
 from wsbatch.model.attention import Pool, paged_attention, place
 from wsbatch.model.graphs import DecodeGraphs
 from wsbatch.model.ragged import Ragged, flatten
-from wsbatch.steps import PagedRow, PagedStep, RowSampling
+from wsbatch.steps import PagedRow, PagedStep
 
 BLOCK, BLOCKS, HEADS, KV_HEADS, DIM = 4, 24, 6, 2, 8
 LAYER: Any = SimpleNamespace(layer_idx=1)
@@ -151,7 +152,7 @@ def test_graphs_of_a_few_sizes_serve_any_number_of_rows(monkeypatch: pytest.Monk
     for positions in ([0, 0, 0], [1, 1], [2], [2, 1, 1, 0]):
         tables = [(0, 3), (2, 9), (11, 4), (6, 8)]
         rows = [
-            PagedRow(key, (10 * key + position + 1,), position, tables[key], RowSampling())
+            PagedRow(key, (10 * key + position + 1,), position, tables[key], SamplingParams())
             for key, position in enumerate(positions)
         ]
         step = flatten(PagedStep(tuple(rows)), block_tokens=BLOCK, total_blocks=BLOCKS - 1)
@@ -160,8 +161,8 @@ def test_graphs_of_a_few_sizes_serve_any_number_of_rows(monkeypatch: pytest.Monk
         paged = place(step, plain, torch.device("cpu"))
         flat = [torch.from_numpy(array) for array in (step.token_ids, step.positions, step.sample_at)]
         assert torch.allclose(got, logits(*flat, paged), atol=1e-5)
-    five = [PagedRow(key, (1,), 0, (key,), RowSampling()) for key in range(5)]
-    chunk = PagedRow(0, (1, 2), 0, (0,), RowSampling())
+    five = [PagedRow(key, (1,), 0, (key,), SamplingParams()) for key in range(5)]
+    chunk = PagedRow(0, (1, 2), 0, (0,), SamplingParams())
     silent = PagedRow(0, (1,), 0, (0,), None)
     for rows in (five, [chunk], [silent]):
         assert not graphs.suit(flatten(PagedStep(tuple(rows)), block_tokens=BLOCK, total_blocks=BLOCKS))

@@ -14,9 +14,9 @@ from wsbatch.batching.blocks import BlockPool
 from wsbatch.batching.continuous import ContinuousScheduler
 from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Step
+from wsbatch.messages import SamplingParams
 from wsbatch.model.loading import LoadedModel
 from wsbatch.model.paged import PagedModel
-from wsbatch.steps import RowSampling
 
 NEW = 12
 BLOCK = 16
@@ -100,7 +100,7 @@ def test_random_traces_give_the_tokens_of_each_alone(
                     key=key,
                     token_ids=texts[text],
                     max_new_tokens=new,
-                    sampling=RowSampling(logprobs=2 if wants_logprobs else None),
+                    sampling=SamplingParams(logprobs=2 if wants_logprobs else None),
                     priority=5,
                     arrived_s=float(now),
                 )

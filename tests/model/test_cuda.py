@@ -15,12 +15,13 @@ from wsbatch.config import EngineConfig
 from wsbatch.engine.open import make_scheduler
 from wsbatch.engine.worker import ThreadWorker
 from wsbatch.errors import StepFailed
+from wsbatch.messages import SamplingParams
 from wsbatch.model.loading import DTYPES, LoadedModel, load
 from wsbatch.model.padded import PaddedModel
 from wsbatch.model.paged import PagedModel
 from wsbatch.model.ragged import flatten
 from wsbatch.model.sampling import sample
-from wsbatch.steps import PagedRow, PagedStep, RowSampling
+from wsbatch.steps import PagedRow, PagedStep
 from wsbatch_bench.steps.bare_loop import LoopRequest, run_loop
 
 DEVICE = "cuda"
@@ -124,7 +125,7 @@ def test_graphs_give_the_logits_of_the_model(tiny_directory: Directory, family: 
             plan = PagedStep((PagedRow(row, prompt(row, context), 0, table, None),))
             runner.run(flatten(plan, block_tokens=HALF_BLOCK, total_blocks=blocks), [])
         for count in range(1, len(contexts) + 1):
-            rows = [PagedRow(row, (row + 1,), contexts[row], tables[row], RowSampling()) for row in range(count)]
+            rows = [PagedRow(row, (row + 1,), contexts[row], tables[row], SamplingParams()) for row in range(count)]
             plan = PagedStep(tuple(rows))
             step = flatten(plan, block_tokens=HALF_BLOCK, total_blocks=blocks)
             found.append(runner.run(step, [True] * count)[1].float().clone())
@@ -137,12 +138,12 @@ def test_graphs_give_the_logits_of_the_model(tiny_directory: Directory, family: 
 def test_the_device_draws_the_tokens_that_the_host_draws() -> None:
     logits = torch.randn(6, 5000, generator=torch.Generator().manual_seed(1)) * 3
     rows = [
-        RowSampling(),
-        RowSampling(temperature=1.0, seed=1),
-        RowSampling(temperature=0.7, top_p=0.9, seed=2, logprobs=2),
-        RowSampling(temperature=1.3, top_k=7, seed=3),
-        RowSampling(temperature=0.9, top_k=50, top_p=0.5, seed=4, logprobs=0),
-        RowSampling(temperature=1.0, top_p=0.999, seed=5),
+        SamplingParams(),
+        SamplingParams(temperature=1.0, seed=1),
+        SamplingParams(temperature=0.7, top_p=0.9, seed=2, logprobs=2),
+        SamplingParams(temperature=1.3, top_k=7, seed=3),
+        SamplingParams(temperature=0.9, top_k=50, top_p=0.5, seed=4, logprobs=0),
+        SamplingParams(temperature=1.0, top_p=0.999, seed=5),
     ]
     host, host_logprobs = sample(logits, rows, range(6))
     device, device_logprobs = sample(logits.to(DEVICE), rows, range(6))
@@ -165,7 +166,7 @@ async def test_a_step_without_memory_fails_and_the_next_one_runs(tiny_directory:
         return PagedModel(loaded, total_blocks=500, block_tokens=16)
 
     def step(tokens: int) -> PagedStep:
-        return PagedStep((PagedRow(0, prompt(0, tokens), 0, tuple(range(-(-tokens // 16))), RowSampling()),))
+        return PagedStep((PagedRow(0, prompt(0, tokens), 0, tuple(range(-(-tokens // 16))), SamplingParams()),))
 
     worker = ThreadWorker()
     async with trio.open_nursery() as nursery:

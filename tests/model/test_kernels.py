@@ -9,14 +9,15 @@ import pytest
 import torch
 import transformers
 
+from wsbatch.messages import SamplingParams
 from wsbatch.model import fused
 from wsbatch.model.compiled import KernelsUnavailable, load_library
 from wsbatch.model.fused import PARTS, FusedRunner
 from wsbatch.model.ragged import flatten
-from wsbatch.steps import PagedRow, PagedStep, RowSampling
+from wsbatch.steps import PagedRow, PagedStep
 
 VOCAB, POSITIONS = 211, 1024  # a vocabulary that is no multiple of 16
-GREEDY = RowSampling()
+GREEDY = SamplingParams()
 
 
 def build(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

@@ -8,12 +8,13 @@ import pytest
 import torch
 import transformers
 
+from wsbatch.messages import SamplingParams
 from wsbatch.model.loading import LoadedModel
 from wsbatch.model.padded import PaddedModel
-from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart, PagedStep, RowSampling
+from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart, PagedStep
 
 FAMILIES = ["llama", "gpt2", "qwen3", "mistral"]
-GREEDY = RowSampling()
+GREEDY = SamplingParams()
 LONGEST, NEW = 9, 12
 
 Load = Callable[[str], LoadedModel]
@@ -29,7 +30,7 @@ def alone(loaded: LoadedModel, prompt: Sequence[int], new: int, **options: Any) 
     return output[0, len(prompt) :].tolist()
 
 
-def start(prompts: Sequence[Sequence[int]], new: int, sampling: Sequence[RowSampling] | None = None) -> PaddedStart:
+def start(prompts: Sequence[Sequence[int]], new: int, sampling: Sequence[SamplingParams] | None = None) -> PaddedStart:
     sampling = sampling or [GREEDY] * len(prompts)
     rows = [PaddedRow(key, tuple(p), s) for key, (p, s) in enumerate(zip(prompts, sampling, strict=True))]
     return PaddedStart(tuple(rows), new)
@@ -108,7 +109,7 @@ def test_dropping_rows_changes_nothing_for_the_others(family: str, seed: int, ti
     model, rng = PaddedModel(tiny(family)), random.Random(seed)
     known = [(prompt, said, GREEDY) for prompt, said in rng.sample(pool(family), 5)]
     for prompt, _ in rng.sample(pool(family), 3):
-        sampled = RowSampling(temperature=3.0, seed=rng.getrandbits(53))
+        sampled = SamplingParams(temperature=3.0, seed=rng.getrandbits(53))
         known.append((prompt, together(model, start([prompt], NEW, [sampled]))[0], sampled))
     rng.shuffle(known)
     live = known
@@ -167,7 +168,7 @@ def test_a_seeded_row_says_the_same_alone_and_in_any_batch(family: str, tiny: Lo
     model, rng = PaddedModel(tiny(family)), random.Random(3)
     prompts = random_prompts(12, 97, range(1, 10), seed=4)
     sampling = [
-        RowSampling(
+        SamplingParams(
             temperature=rng.choice([0.0, 0.7, 1.0, 4.0]),
             top_p=rng.choice([1.0, 0.9]),
             top_k=rng.choice([0, 20]),
@@ -185,7 +186,7 @@ def test_a_seeded_row_says_the_same_alone_and_in_any_batch(family: str, tiny: Lo
 
 
 def test_a_resumed_row_goes_on_with_the_same_noise(tiny: Load) -> None:
-    model, row = PaddedModel(tiny("qwen3")), RowSampling(temperature=3.0, seed=99)
+    model, row = PaddedModel(tiny("qwen3")), SamplingParams(temperature=3.0, seed=99)
     prompt = [5, 6, 7]
     (whole,) = together(model, start([prompt], NEW, [row]))
     for done in range(1, NEW):
@@ -195,7 +196,7 @@ def test_a_resumed_row_goes_on_with_the_same_noise(tiny: Load) -> None:
 
 def test_logprobs_are_the_models_own(tiny: Load) -> None:
     loaded, prompt = tiny("llama"), [4, 5, 6, 7]
-    model, rows = PaddedModel(loaded), [RowSampling(logprobs=3), GREEDY]
+    model, rows = PaddedModel(loaded), [SamplingParams(logprobs=3), GREEDY]
     results = [model.run(start([prompt, [9] * 8], 4, rows)), *(model.run(PaddedDecode()) for _ in range(3))]
     said = [result.token_ids[0] for result in results]
     with torch.inference_mode():
@@ -315,7 +316,10 @@ def test_the_demo_model_says_the_same_in_a_batch(demo: Load, prompts: list[list[
 @pytest.mark.demo
 def test_the_demo_model_sampled_says_the_same_in_a_batch(demo: Load, prompts: list[list[int]]) -> None:
     model = PaddedModel(demo("float32"))
-    sampling = [RowSampling(temperature=0.8, top_p=0.95, seed=41), RowSampling(temperature=1.0, top_k=50, seed=42)]
+    sampling = [
+        SamplingParams(temperature=0.8, top_p=0.95, seed=41),
+        SamplingParams(temperature=1.0, top_k=50, seed=42),
+    ]
     some = [prompts[1], prompts[3]]
     expected = [together(model, start([p], SAID, [s]))[0] for p, s in zip(some, sampling, strict=True)]
     batch = together(model, start([*some, *prompts[4:7]], SAID, [*sampling, *[GREEDY] * 3]))

@@ -14,6 +14,7 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from wsbatch.messages import SamplingParams
 from wsbatch.model import attention, compiled, probe
 from wsbatch.model.graphs import DecodeGraphs
 from wsbatch.model.loading import LoadedModel
@@ -21,10 +22,10 @@ from wsbatch.model.modules import ModulesRunner
 from wsbatch.model.paged import PagedModel
 from wsbatch.model.ragged import Ragged
 from wsbatch.model.sampling import sample
-from wsbatch.steps import ModelInfo, PaddedDecode, PagedRow, PagedStep, RowSampling
+from wsbatch.steps import ModelInfo, PaddedDecode, PagedRow, PagedStep
 
 VOCAB, POSITIONS, BLOCK, BLOCKS, NEW = 97, 128, 16, 40, 6
-GREEDY = RowSampling()
+GREEDY = SamplingParams()
 FUSED = ["llama", "qwen2", "qwen3", "mistral"]
 FAMILIES = [*FUSED, "gpt2"]
 LENGTHS = (5, 23, 40)  # shorter than a block, and longer than Mistral's window; none ends with a block
@@ -107,7 +108,7 @@ class Stream:
     def finished(self) -> bool:
         return len(self.output) == self.new
 
-    def row(self, chunk: int, sampling: RowSampling = GREEDY) -> PagedRow:
+    def row(self, chunk: int, sampling: SamplingParams = GREEDY) -> PagedRow:
         new = tuple(self.tokens[self.done : self.done + chunk])
         ends = self.done + len(new) == len(self.tokens)
         return PagedRow(self.key, new, self.done, self.table, sampling if ends else None)
@@ -231,7 +232,7 @@ def test_logprobs_are_as_many_as_tokens_and_those_of_the_model(make: Make, runne
         tables = [loaded.model(torch.tensor([text])).logits[0, -1].log_softmax(-1) for text in texts]
     model = paged(loaded, runner)
     blocks = shuffled_blocks()
-    asked = [RowSampling(logprobs=3), RowSampling(), RowSampling(temperature=0.8, seed=5, logprobs=0)]
+    asked = [SamplingParams(logprobs=3), SamplingParams(), SamplingParams(temperature=0.8, seed=5, logprobs=0)]
     rows = [
         Stream(key, text, blocks).row(100, sampling)
         for key, (text, sampling) in enumerate(zip(texts, asked, strict=True))
@@ -249,7 +250,7 @@ def test_logprobs_are_as_many_as_tokens_and_those_of_the_model(make: Make, runne
 
 
 def test_sampled_tokens_do_not_depend_on_the_runner_or_the_company(make: Make) -> None:
-    sampling = [RowSampling(temperature=0.9, top_p=0.9, seed=seed) for seed in (1, 2, 3)]
+    sampling = [SamplingParams(temperature=0.9, top_p=0.9, seed=seed) for seed in (1, 2, 3)]
     own = make("qwen2").model
     with torch.inference_mode():
         logits = torch.stack([own(torch.tensor([text])).logits[0, -1] for text in prompts()])

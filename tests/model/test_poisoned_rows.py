@@ -15,16 +15,17 @@ from wsbatch.batching.blocks import BlockPool
 from wsbatch.batching.continuous import ContinuousScheduler
 from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Step
+from wsbatch.messages import SamplingParams
 from wsbatch.model.compiled import KernelsUnavailable, load_library
 from wsbatch.model.loading import LoadedModel
 from wsbatch.model.padded import PaddedModel
 from wsbatch.model.paged import PagedModel
 from wsbatch.model.probe import Probe
-from wsbatch.steps import ModelInfo, PaddedDecode, PaddedRow, PaddedStart, PagedRow, PagedStep, RowSampling
+from wsbatch.steps import ModelInfo, PaddedDecode, PaddedRow, PaddedStart, PagedRow, PagedStep
 
 VOCAB, BLOCK, BLOCKS, NEW, POSITIONS = 97, 16, 8, 5, 64
 NAN, INFINITE = 95, 96  # tokens whose embeddings are no numbers
-GREEDY = RowSampling()
+GREEDY = SamplingParams()
 RUNNERS = [("fused", torch.float32), ("fused", torch.bfloat16), ("modules", torch.float32)]
 
 
@@ -161,7 +162,7 @@ def test_a_chunk_that_does_not_sample_is_looked_at_too(runner: str, dtype: torch
         PagedRow(7, (3, NAN, 5), 0, (0,), None),
         PagedRow(8, (3, 4, 5), 0, (1,), None),
         PagedRow(9, (3, INFINITE), 0, (2,), GREEDY),
-        PagedRow(6, (3,), 0, (3,), RowSampling(temperature=1.0, logprobs=2)),
+        PagedRow(6, (3,), 0, (3,), SamplingParams(temperature=1.0, logprobs=2)),
     )
     result = model.run(PagedStep(rows))
     assert set(result.failed) == {7, 9}

@@ -8,11 +8,12 @@ import pytest
 import torch
 import transformers
 
+from wsbatch.messages import SamplingParams
 from wsbatch.model.loading import LoadedModel, load
 from wsbatch.model.padded import PaddedModel
 from wsbatch.model.paged import PagedModel
 from wsbatch.model.positions import shared_angles
-from wsbatch.steps import ModelInfo, PaddedDecode, PaddedRow, PaddedStart, PagedRow, PagedStep, RowSampling
+from wsbatch.steps import ModelInfo, PaddedDecode, PaddedRow, PaddedStart, PagedRow, PagedStep
 
 VOCAB, ORIGINAL, LONGEST, NEW = 97, 48, 256, 4
 LONGROPE = {
@@ -79,12 +80,12 @@ def test_company_changes_nothing_up_to_the_bound(rope: dict[str, Any], positions
     prompts = [PROMPT, neighbour]
     expected = [alone(build(rope, positions), prompt) for prompt in prompts]
     batch = PaddedModel(loaded(rope, positions, ORIGINAL))
-    steps = [batch.run(PaddedStart(tuple(PaddedRow(i, p, RowSampling()) for i, p in enumerate(prompts)), NEW))]
+    steps = [batch.run(PaddedStart(tuple(PaddedRow(i, p, SamplingParams()) for i, p in enumerate(prompts)), NEW))]
     steps += [batch.run(PaddedDecode()) for _ in range(NEW - 1)]
     assert [list(row) for row in zip(*(step.token_ids for step in steps), strict=True)] == expected
     ragged = PagedModel(loaded(rope, positions, ORIGINAL), total_blocks=6, block_tokens=16)
     tables = ((0, 1, 2), (3, 4, 5))
-    plan = PagedStep(tuple(PagedRow(i, p, 0, tables[i], RowSampling()) for i, p in enumerate(prompts)))
+    plan = PagedStep(tuple(PagedRow(i, p, 0, tables[i], SamplingParams()) for i, p in enumerate(prompts)))
     assert list(ragged.run(plan).token_ids) == [said[0] for said in expected]
 
 

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wsbatch.messages import SamplingParams
 from wsbatch.model import sampling
 from wsbatch.model.sampling import sample, splitmix64, uniform
-from wsbatch.steps import RowSampling
 
 GAMMA = 0x9E3779B97F4A7C15
 
 
-def allowed(logits: list[float], row: RowSampling) -> list[int]:
+def allowed(logits: list[float], row: SamplingParams) -> list[int]:
     """The ids that top-k, then top-p leave, in plain Python."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     order = order[: row.top_k] if row.top_k else order
@@ -31,7 +31,7 @@ def allowed(logits: list[float], row: RowSampling) -> list[int]:
     return order
 
 
-def choose(logits: list[float], row: RowSampling, position: int) -> int:
+def choose(logits: list[float], row: SamplingParams, position: int) -> int:
     """One token in plain Python: the inverse CDF, in id order, of the noise at (seed, position)."""
     kept = sorted(allowed(logits, row))
     peak = max(logits)
@@ -44,7 +44,7 @@ def choose(logits: list[float], row: RowSampling, position: int) -> int:
     return kept[-1]
 
 
-def draws(logits: torch.Tensor, row: RowSampling, count: int) -> Counter[int]:
+def draws(logits: torch.Tensor, row: SamplingParams, count: int) -> Counter[int]:
     """How often each token comes, over `count` positions."""
     rows = [row] * count
     ids, _ = sample(logits.expand(count, -1), rows, range(count))
@@ -74,12 +74,12 @@ def test_noise_is_uniform_over_positions_and_over_seeds() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_greedy_takes_the_largest_and_the_lowest_id_of_equals(dtype: torch.dtype) -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0], [-math.inf, -2.0, -math.inf, -1.0]], dtype=dtype)
-    assert sample(logits, [RowSampling()] * 3, [0] * 3) == ([1, 0, 3], None)
+    assert sample(logits, [SamplingParams()] * 3, [0] * 3) == ([1, 0, 3], None)
 
 
 def test_greedy_batches_compute_no_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "_draw", None)
-    assert sample(torch.eye(5), [RowSampling(seed=i) for i in range(5)], [0] * 5)[0] == [0, 1, 2, 3, 4]
+    assert sample(torch.eye(5), [SamplingParams(seed=i) for i in range(5)], [0] * 5)[0] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("vocab", [7, 3000])  # the second is larger than what `_limit` puts in order at first
@@ -94,7 +94,7 @@ def test_sets_and_tokens_equal_plain_python(vocab: int, seed: int) -> None:
         top_k = rng.choice([0, 1, 3, 40, 600, vocab, vocab + 5])
         top_p = rng.choice([0.0, 0.3, 0.9, 0.999, 1.0])
         rows.append(
-            RowSampling(temperature=rng.choice([0.1, 0.7, 1.5]), top_k=top_k, top_p=top_p, seed=rng.getrandbits(53))
+            SamplingParams(temperature=rng.choice([0.1, 0.7, 1.5]), top_k=top_k, top_p=top_p, seed=rng.getrandbits(53))
         )
     positions = [rng.randrange(10_000) for _ in rows]
     logits = torch.tensor(table, dtype=torch.float64)
@@ -110,21 +110,21 @@ def test_sets_and_tokens_equal_plain_python(vocab: int, seed: int) -> None:
 def test_only_allowed_tokens_come(seed: int, vocab: int, top_k: int, top_p: float, temperature: float) -> None:
     rng = random.Random(seed)
     table = [float(rng.randrange(-6, 7)) for _ in range(vocab)]
-    row = RowSampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    row = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     assert set(draws(torch.tensor(table), row, 50)) <= set(allowed(table, row))
 
 
 @pytest.mark.parametrize("vocab", [4, 600])
 def test_a_set_that_reaches_top_p_exactly_is_enough(vocab: int) -> None:
     # Equal weights add up without rounding; of equals the lower ids are kept.
-    seen = draws(torch.zeros(1, vocab), RowSampling(temperature=1.0, top_p=0.5, seed=2), 5_000)
+    seen = draws(torch.zeros(1, vocab), SamplingParams(temperature=1.0, top_p=0.5, seed=2), 5_000)
     assert set(seen) == set(range(vocab // 2))
 
 
 def test_a_minus_infinite_logit_never_comes() -> None:
     logits = torch.full((1, 50), -math.inf)
     logits[0, [0, 7, 49]] = torch.tensor([1.0, 1.0, 0.0])
-    assert set(draws(logits, RowSampling(temperature=2.0, seed=1), 500)) == {0, 7, 49}
+    assert set(draws(logits, SamplingParams(temperature=2.0, seed=1), 500)) == {0, 7, 49}
 
 
 @pytest.mark.parametrize(("noise", "expected"), [(0.0, 2), (1 - 2.0**-53, 6)])
@@ -133,20 +133,20 @@ def test_the_ends_of_the_noise_choose_tokens_that_can_come(
 ) -> None:
     monkeypatch.setattr(sampling, "uniform", lambda seed, position: noise)
     logits = torch.tensor([[-math.inf, -math.inf, 0.1, 0.7, -math.inf, 1.3, 0.2, -math.inf]])
-    assert sample(logits, [RowSampling(temperature=1.0)], [0])[0] == [expected]
+    assert sample(logits, [SamplingParams(temperature=1.0)], [0])[0] == [expected]
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        RowSampling(temperature=1.0, seed=11),
-        RowSampling(temperature=0.6, seed=12),
-        RowSampling(temperature=1.3, top_k=6, seed=13),
-        RowSampling(temperature=1.0, top_p=0.8, seed=14),
-        RowSampling(temperature=0.8, top_k=9, top_p=0.9, seed=15),
+        SamplingParams(temperature=1.0, seed=11),
+        SamplingParams(temperature=0.6, seed=12),
+        SamplingParams(temperature=1.3, top_k=6, seed=13),
+        SamplingParams(temperature=1.0, top_p=0.8, seed=14),
+        SamplingParams(temperature=0.8, top_k=9, top_p=0.9, seed=15),
     ],
 )
-def test_frequencies_follow_the_distribution(row: RowSampling) -> None:
+def test_frequencies_follow_the_distribution(row: SamplingParams) -> None:
     logits = torch.randn(12, generator=torch.Generator().manual_seed(5))
     kept = allowed(logits.tolist(), row)
     expected = (logits[kept].double() / row.temperature).softmax(dim=0).tolist()
@@ -163,7 +163,7 @@ def test_a_row_draws_the_same_whoever_shares_the_batch() -> None:
     rng = random.Random(8)
     logits = torch.randn(16, 2000, generator=torch.Generator().manual_seed(8)) * 3
     rows = [
-        RowSampling(
+        SamplingParams(
             temperature=rng.choice([0.0, 0.5, 1.0]),
             top_k=rng.choice([0, 0, 20]),
             top_p=rng.choice([1.0, 0.9]),
@@ -184,11 +184,13 @@ def test_a_row_draws_the_same_whoever_shares_the_batch() -> None:
 
 def test_noise_depends_on_seed_and_position_alone() -> None:
     logits = torch.zeros(1, 4096)
-    row = RowSampling(temperature=1.0, seed=2**53 - 1)
+    row = SamplingParams(temperature=1.0, seed=2**53 - 1)
     first = [sample(logits, [row], [position])[0][0] for position in range(30)]
     assert first == [sample(logits, [row], [position])[0][0] for position in range(30)]
     assert len(set(first)) > 25
-    other = [sample(logits, [RowSampling(temperature=1.0, seed=2**53 - 2)], [position])[0][0] for position in range(30)]
+    other = [
+        sample(logits, [SamplingParams(temperature=1.0, seed=2**53 - 2)], [position])[0][0] for position in range(30)
+    ]
     assert sum(a == b for a, b in zip(first, other, strict=True)) < 5
 
 
@@ -196,10 +198,10 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     logits = torch.tensor([[1.0, 4.0, 2.0, 4.0, -1.0]] * 4)
     expected = logits[0].log_softmax(dim=0).tolist()
     rows = [
-        RowSampling(logprobs=2),
-        RowSampling(),
-        RowSampling(temperature=0.01, top_k=1, seed=3, logprobs=0),
-        RowSampling(temperature=5.0, seed=3, logprobs=9),
+        SamplingParams(logprobs=2),
+        SamplingParams(),
+        SamplingParams(temperature=0.01, top_k=1, seed=3, logprobs=0),
+        SamplingParams(temperature=5.0, seed=3, logprobs=9),
     ]
     ids, found = sample(logits, rows, [0, 1, 2, 3])
     assert found is not None
@@ -217,7 +219,7 @@ def test_logprobs_are_finite_and_ties_past_the_leaders_are_exact() -> None:
     logits[0, 5] = -math.inf
     logits[1] = -math.inf
     logits[1, 2999] = 0.0
-    _, found = sample(logits, [RowSampling(logprobs=4)] * 2, [0, 0])
+    _, found = sample(logits, [SamplingParams(logprobs=4)] * 2, [0, 0])
     assert found is not None
     assert found[0] is not None
     assert found[1] is not None
@@ -230,7 +232,7 @@ def test_logprobs_are_finite_and_ties_past_the_leaders_are_exact() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_row_whose_logits_are_not_finite_gets_no_token(bad: float, temperature: float) -> None:
     logits = torch.randn(3, 10)
-    rows = [RowSampling(temperature=temperature, top_p=0.9, seed=5, logprobs=2)] * 3
+    rows = [SamplingParams(temperature=temperature, top_p=0.9, seed=5, logprobs=2)] * 3
     expected, _ = sample(logits, rows, [0, 1, 2])
     logits[1, 4] = bad
     ids, logprobs = sample(logits, rows, [0, 1, 2])

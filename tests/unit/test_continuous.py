@@ -8,7 +8,8 @@ from wsbatch.batching.blocks import BlockPool
 from wsbatch.batching.continuous import ContinuousScheduler
 from wsbatch.batching.queue import AGEING_S, Work
 from wsbatch.batching.scheduler import Idle, Release, Step, StepOutcome
-from wsbatch.steps import PagedRow, PagedStep, RowSampling, StepResult
+from wsbatch.messages import SamplingParams
+from wsbatch.steps import PagedRow, PagedStep, StepResult
 
 
 def scheduler(
@@ -20,7 +21,7 @@ def scheduler(
 
 def add(to: ContinuousScheduler, key: int, prompt: int | tuple[int, ...], max_new: int = 10, **changes: Any) -> None:
     tokens = prompt if isinstance(prompt, tuple) else tuple(range(100 * key, 100 * key + prompt))
-    fields: dict[str, Any] = {"priority": 5, "arrived_s": float(key), "sampling": RowSampling(seed=key), **changes}
+    fields: dict[str, Any] = {"priority": 5, "arrived_s": float(key), "sampling": SamplingParams(seed=key), **changes}
     to.add(Work(key=key, token_ids=tokens, max_new_tokens=max_new, **fields))
 
 
@@ -66,11 +67,11 @@ def test_only_the_end_of_a_prompt_samples() -> None:
     assert rows[0].sampling is None
     assert complete(batch, rows).tokens == ()
     rows = decide(batch)
-    assert rows[0].sampling == RowSampling(seed=1)
+    assert rows[0].sampling == SamplingParams(seed=1)
     assert rows[0].token_ids == (108, 109)
     assert [(token.key, token.token_id) for token in complete(batch, rows, 55).tokens] == [(1, 55)]
     (row,) = decide(batch)
-    assert (row.token_ids, row.start, row.sampling) == ((55,), 10, RowSampling(seed=1))
+    assert (row.token_ids, row.start, row.sampling) == ((55,), 10, SamplingParams(seed=1))
     assert len(row.block_table) == 3
 
 
@@ -176,7 +177,7 @@ def test_the_least_urgent_row_gives_way_and_comes_back_to_recompute_without_repe
     rows = decide(batch)
     assert [(row.key, row.start) for row in rows] == [(2, 9), (3, 0)]
     assert rows[1].token_ids == (300, 301, 7, 7, 7, 7, 7, 7)
-    assert rows[1].sampling == RowSampling(seed=3)
+    assert rows[1].sampling == SamplingParams(seed=3)
     outcome = complete(batch, rows, 555)
     assert [(one.key, one.token_id) for one in outcome.tokens] == [(2, 555), (3, 555)]
     assert (outcome.cost.issued_tokens, outcome.cost.prefill_tokens) == (1 + 8, 8)

@@ -16,7 +16,8 @@ from wsbatch.batching.blocks import BlockPool
 from wsbatch.batching.continuous import ContinuousScheduler
 from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Idle, Step
-from wsbatch.steps import PagedStep, RowSampling, StepResult
+from wsbatch.messages import SamplingParams
+from wsbatch.steps import PagedStep, StepResult
 
 VOCAB = 2  # few tokens: different requests often share beginnings
 
@@ -65,7 +66,7 @@ class Oracle:
             key=key,
             token_ids=prompt,
             max_new_tokens=max_new,
-            sampling=RowSampling(seed=key),
+            sampling=SamplingParams(seed=key),
             priority=priority,
             arrived_s=self.now_s,
         )

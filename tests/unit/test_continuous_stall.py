@@ -9,7 +9,8 @@ from wsbatch.batching.continuous import ContinuousScheduler
 from wsbatch.batching.costs import FittedCosts, choose_chunk
 from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Step
-from wsbatch.steps import PagedStep, RowSampling, StepResult
+from wsbatch.messages import SamplingParams
+from wsbatch.steps import PagedStep, StepResult
 
 
 def work(key: int, prompt_tokens: int) -> Work:
@@ -17,7 +18,7 @@ def work(key: int, prompt_tokens: int) -> Work:
         key=key,
         token_ids=tuple(range(prompt_tokens)),
         max_new_tokens=1000,
-        sampling=RowSampling(),
+        sampling=SamplingParams(),
         priority=5,
         arrived_s=float(key),
     )

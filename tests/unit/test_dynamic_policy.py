@@ -5,7 +5,7 @@ import pytest
 from wsbatch.batching.dynamic import Dispatch, DynamicSettings, View, decide
 from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Idle, WaitUntil
-from wsbatch.steps import RowSampling
+from wsbatch.messages import SamplingParams
 
 WAIT_S = 0.050
 
@@ -15,7 +15,7 @@ def work(key: int, arrived_s: float, length: int = 4) -> Work:
         key=key,
         token_ids=(1,) * length,
         max_new_tokens=4,
-        sampling=RowSampling(),
+        sampling=SamplingParams(),
         priority=5,
         arrived_s=arrived_s,
     )

@@ -5,8 +5,9 @@ import pytest
 from wsbatch.batching.dynamic import DynamicScheduler, DynamicSettings
 from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Step
+from wsbatch.messages import SamplingParams
 from wsbatch.model.simulated import SimulatedModel, StepCosts
-from wsbatch.steps import PaddedDecode, RowSampling
+from wsbatch.steps import PaddedDecode
 
 
 def make(**changes: object) -> DynamicScheduler:
@@ -19,7 +20,7 @@ def work(key: int, length: int = 3, max_new_tokens: int = 4) -> Work:
         key=key,
         token_ids=tuple(range(40, 40 + length)),
         max_new_tokens=max_new_tokens,
-        sampling=RowSampling(),
+        sampling=SamplingParams(),
         priority=5,
         arrived_s=0.0,
     )
@@ -152,7 +153,7 @@ def test_a_probe_runs_only_between_batches() -> None:
     scheduler = make()
     probe = scheduler.probe((40, 41))
     assert probe is not None
-    assert [(row.token_ids, row.sampling) for row in probe.rows] == [((40, 41), RowSampling())]
+    assert [(row.token_ids, row.sampling) for row in probe.rows] == [((40, 41), SamplingParams())]
     scheduler.add(work(1))
     step = scheduler.decide(0.0)
     assert isinstance(step, Step)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from wsbatch.batching.fairness import Client, FairShare, giving_way
 from wsbatch.batching.queue import Work
-from wsbatch.steps import RowSampling
+from wsbatch.messages import SamplingParams
 
 
 def test_a_lone_request_has_its_turn_when_it_arrives() -> None:
@@ -44,7 +44,7 @@ def waiting(peer: str, count: int, *, priority: int = 5, first: int = 0) -> list
                 key=key,
                 token_ids=(1,),
                 max_new_tokens=1,
-                sampling=RowSampling(),
+                sampling=SamplingParams(),
                 priority=priority,
                 arrived_s=float(key),
             ),

@@ -5,7 +5,8 @@ from wsbatch.batching.continuous import ContinuousScheduler
 from wsbatch.batching.dynamic import DynamicScheduler, DynamicSettings
 from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Scheduler, Step
-from wsbatch.steps import PaddedDecode, PaddedStart, PagedStep, RowSampling, StepResult
+from wsbatch.messages import SamplingParams
+from wsbatch.steps import PaddedDecode, PaddedStart, PagedStep, StepResult
 
 
 def work(key: int, prompt: int, max_new: int) -> Work:
@@ -13,7 +14,7 @@ def work(key: int, prompt: int, max_new: int) -> Work:
         key=key,
         token_ids=tuple(range(prompt)),
         max_new_tokens=max_new,
-        sampling=RowSampling(),
+        sampling=SamplingParams(),
         priority=5,
         arrived_s=float(key),
     )

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wsbatch.batching.queue import AGEING_S, WaitingQueue, Work
-from wsbatch.steps import RowSampling
+from wsbatch.messages import SamplingParams
 
 
 def work(key: int, *, priority: int = 5, arrived_s: float = 0.0, length: int = 1) -> Work:
@@ -13,7 +13,7 @@ def work(key: int, *, priority: int = 5, arrived_s: float = 0.0, length: int = 1
         key=key,
         token_ids=(0,) * length,
         max_new_tokens=1,
-        sampling=RowSampling(),
+        sampling=SamplingParams(),
         priority=priority,
         arrived_s=arrived_s,
     )

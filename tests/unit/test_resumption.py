@@ -15,7 +15,6 @@ from wsbatch.engine.outbox import Outbox
 from wsbatch.engine.output import Output
 from wsbatch.engine.request import LiveRequest
 from wsbatch.messages import ChatMessage, Finished, FinishReason, GenerateRequest, SamplingParams, Tokens
-from wsbatch.steps import RowSampling
 from wsbatch.text import ByteText, HuggingFaceText, TextCodec
 
 PIECES = st.sampled_from(
@@ -32,7 +31,7 @@ def live_request(
         key=1,
         token_ids=prompt_ids + request.resume_token_ids,
         max_new_tokens=request.sampling.most_tokens,
-        sampling=RowSampling(),
+        sampling=SamplingParams(),
         priority=5,
         arrived_s=0.0,
     )

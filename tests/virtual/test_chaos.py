@@ -37,7 +37,7 @@ from wsbatch.messages import (
 )
 from wsbatch.model.simulated import SimulatedModel, StepCosts
 from wsbatch.server.serve import Server
-from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart, PagedStep, RowSampling, StepPlan, StepResult
+from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart, PagedStep, StepPlan, StepResult
 from wsbatch.testing.clients import BareClient, Closed, Rejected
 from wsbatch.testing.streams import MemoryListener
 from wsbatch.testing.worker import VirtualWorker, open_virtual_engine
@@ -173,7 +173,7 @@ continuous = scenarios(
 def undisturbed(request: GenerateRequest) -> tuple[tuple[int, ...], str, str]:
     """What this request gets from the model when nothing else exists: ids, text, finish reason."""
     model, sampling = SimulatedModel(StepCosts()), request.sampling
-    chosen = RowSampling(sampling.temperature, seed=sampling.seed or 0)
+    chosen = SamplingParams(sampling.temperature, seed=sampling.seed or 0)
     row = PaddedRow(0, tuple((request.prompt or "").encode()), chosen)
     ids = list(model.compute(PaddedStart((row,), sampling.max_tokens)).token_ids)
     while len(ids) < sampling.max_tokens and not any(stop in bytes(ids).decode() for stop in sampling.stop):

@@ -1,6 +1,6 @@
 """The engine's loop in virtual time: a step takes 10 ms plus 1 ms a decode row plus 0.5 ms a prompt token."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import trio
@@ -23,7 +23,7 @@ from wsbatch.errors import (
 )
 from wsbatch.messages import Accepted, ChatMessage, Failed, Finished, GenerateRequest, SamplingParams, Tokens
 from wsbatch.model.simulated import StepCosts
-from wsbatch.steps import PaddedStart, StepPlan, StepResult
+from wsbatch.steps import PaddedStart, PagedStep, StepPlan, StepResult
 from wsbatch.testing.worker import open_virtual_engine
 from wsbatch.text import ByteText
 
@@ -265,6 +265,24 @@ async def test_timeout_in_the_run_finishes_with_what_there_is(autojump_clock: Mo
         assert isinstance(end, Finished)
         assert end.finish_reason == "timeout"
         assert end.usage.completion_tokens > 10
+
+
+@pytest.mark.parametrize("scheduler", ["dynamic", "continuous"])
+async def test_every_sampling_parameter_reaches_the_model(autojump_clock: MockClock, scheduler: str) -> None:
+    """The record itself goes there, with its seed: a parameter that is added to it cannot be lost on the way."""
+    sampling = SamplingParams(max_tokens=3, temperature=0.5, top_p=0.9, top_k=7, stop=("z",), logprobs=2)
+    assert [field.name for field in fields(sampling) if getattr(sampling, field.name) == field.default] == [
+        "seed",
+        "stop_token_ids",
+        "ignore_eos",
+    ]
+    async with open_virtual_engine(config(scheduler=scheduler, max_wait_ms=0.0)) as (engine, worker):
+        stream = await engine.submit(request(sampling=sampling))
+        await ending(stream)
+        assert stream.accepted is not None
+        (_, plan), *_ = worker.plans
+        assert isinstance(plan, PaddedStart | PagedStep)
+        assert plan.rows[0].sampling == replace(sampling, seed=stream.accepted.seed)
 
 
 async def test_a_failing_step_ends_its_batch_and_the_engine_serves_on(autojump_clock: MockClock) -> None:

@@ -16,8 +16,8 @@ from wsbatch.batching.costs import PrefillBound, StepCost, choose_chunk
 from wsbatch.batching.queue import WaitingQueue, Work
 from wsbatch.batching.rows import Row, Rows
 from wsbatch.batching.scheduler import PROBE, CacheStats, Decision, Idle, Release, RowToken, Step, StepOutcome
-from wsbatch.messages import RowPhase
-from wsbatch.steps import PagedRow, PagedStep, RowSampling, StepResult
+from wsbatch.messages import RowPhase, SamplingParams
+from wsbatch.steps import PagedRow, PagedStep, StepResult
 
 _TUNE_STEPS = 16
 
@@ -206,7 +206,7 @@ class ContinuousScheduler:
             return None
         table = self.pool.allocate(1)
         self.pool.release(table)
-        return PagedStep((PagedRow(PROBE, token_ids[: self._block_tokens], 0, table, RowSampling()),))
+        return PagedStep((PagedRow(PROBE, token_ids[: self._block_tokens], 0, table, SamplingParams()),))
 
     def end(self, key: int, now_s: float) -> None:
         """The request leaves at once; blocks that the step in flight writes to are freed after it."""

@@ -22,8 +22,8 @@ from wsbatch.batching.scheduler import (
     StepOutcome,
     WaitUntil,
 )
-from wsbatch.messages import RowPhase
-from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart, RowSampling, StepPlan, StepResult
+from wsbatch.messages import RowPhase, SamplingParams
+from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +202,7 @@ class DynamicScheduler:
 
     def probe(self, token_ids: tuple[int, ...]) -> PaddedStart | None:
         """As a batch of its own, so only between two."""
-        return None if self._rows else PaddedStart((PaddedRow(PROBE, token_ids, RowSampling()),), max_new_tokens=1)
+        return None if self._rows else PaddedStart((PaddedRow(PROBE, token_ids, SamplingParams()),), max_new_tokens=1)
 
     def end(self, key: int, now_s: float) -> None:
         """A waiting request leaves the queue; a running row keeps its slot until the batch is done or compacted."""

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from wsbatch.steps import RowSampling
+from wsbatch.messages import SamplingParams
 
 AGEING_S = 5.0
 """A request is passed by one that is a class more urgent only if that one arrives within this time after it."""
@@ -28,7 +28,7 @@ class Work:
     key: int
     token_ids: tuple[int, ...]
     max_new_tokens: int
-    sampling: RowSampling
+    sampling: SamplingParams
     priority: int
     arrived_s: float
     turn_s: float | None = None

@@ -10,6 +10,7 @@ ending, by one of the functions that end requests: `complete` and `abort` (its o
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 
 from wsbatch.batching.accounting import RowReport
@@ -39,7 +40,7 @@ from wsbatch.errors import (
     StepFailed,
 )
 from wsbatch.messages import DEFAULT_PRIORITY, Accepted, FinishReason, GenerateRequest, RowPhase, Status
-from wsbatch.steps import ModelInfo, RowSampling, StepResult
+from wsbatch.steps import ModelInfo, StepResult
 from wsbatch.text import TextCodec
 
 _SEED_BITS = 53
@@ -162,7 +163,7 @@ class EngineCore:
             key=self._last_key,
             token_ids=token_ids,
             max_new_tokens=sampling.most_tokens - len(request.resume_token_ids),
-            sampling=RowSampling(sampling.temperature, sampling.top_p, sampling.top_k, seed, sampling.logprobs),
+            sampling=replace(sampling, seed=seed),
             priority=request.priority,
             arrived_s=arrived_s,
             turn_s=self._admission.turn_s(client, arrived_s),

@@ -10,10 +10,11 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from wsbatch.messages import SamplingParams
 from wsbatch.model.loading import LoadedModel
 from wsbatch.model.positions import check_positions
 from wsbatch.model.sampling import BROKEN_LOGITS, sample
-from wsbatch.steps import ModelInfo, PaddedDecode, PaddedStart, RowSampling, StepPlan, StepResult
+from wsbatch.steps import ModelInfo, PaddedDecode, PaddedStart, StepPlan, StepResult
 
 
 @dataclass(slots=True)
@@ -33,7 +34,7 @@ class _Batch:
     columns: int
     lengths: list[int]
     newest: Tensor
-    sampling: list[RowSampling]
+    sampling: list[SamplingParams]
     keys: list[int]
     failed: set[int] = field(default_factory=set)
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from wsbatch.messages import SamplingParams
 from wsbatch.model.compiled import KernelsUnavailable
 from wsbatch.model.fused import PARTS, FusedRunner
 from wsbatch.model.loading import LoadedModel
@@ -15,7 +16,7 @@ from wsbatch.model.positions import check_positions
 from wsbatch.model.probe import Probe
 from wsbatch.model.ragged import flatten
 from wsbatch.model.sampling import BROKEN_LOGITS, sample
-from wsbatch.steps import ModelInfo, PagedStep, RowSampling, StepPlan, StepResult
+from wsbatch.steps import ModelInfo, PagedStep, StepPlan, StepResult
 
 _log = logging.getLogger("wsbatch.model")
 
@@ -142,7 +143,7 @@ class PagedModel:
             raise
         logprobs = None
         if any(wanted):
-            rows: list[RowSampling] = [row for row, want in zip(sampling, wanted, strict=True) if want]
+            rows: list[SamplingParams] = [row for row, want in zip(sampling, wanted, strict=True) if want]
             places = [int(at) for at, want in zip(ragged.positions[ragged.sample_at] + 1, wanted, strict=True) if want]
             drawn, asked = sample(logits, rows, places)
             sampled = [index for index, want in enumerate(wanted) if want]

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wsbatch.messages import SamplingParams
 from wsbatch.model.ragged import Ragged, flatten
-from wsbatch.steps import PagedRow, PagedStep, RowSampling
+from wsbatch.steps import PagedRow, PagedStep
 
 _SHORT = 3  # tokens of the one row
 _LONG = 7  # and of the other, or how far it goes beyond what the configuration names
@@ -83,7 +84,7 @@ class Probe:
         cut = self.long // 2 + 1
         theirs = tuple(range(_blocks(_SHORT, block_tokens)))
         mine = tuple(range(len(theirs), len(theirs) + _blocks(self.long, block_tokens)))[::-1]
-        greedy = RowSampling()
+        greedy = SamplingParams()
         first = PagedStep((PagedRow(0, long[:cut], 0, mine, None),))
         second = PagedStep((PagedRow(1, short, 0, theirs, greedy), PagedRow(0, long[cut:], cut, mine, greedy)))
         decode = PagedStep(

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from wsbatch.messages import TokenLogprobs
-from wsbatch.steps import RowSampling
+from wsbatch.messages import SamplingParams, TokenLogprobs
 
 BROKEN_LOGITS = "the row's logits are not finite"
 
@@ -45,7 +44,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def sample(
-    logits: Tensor, rows: Sequence[RowSampling], positions: Sequence[int]
+    logits: Tensor, rows: Sequence[SamplingParams], positions: Sequence[int]
 ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
     """One token id per row, and log probabilities for the rows that asked.
 
@@ -74,7 +73,7 @@ def sample(
     return ids, _logprobs(logits, rows, ids)
 
 
-def _draw(logits: Tensor, peaks: Tensor, rows: Sequence[RowSampling], positions: Sequence[int]) -> Tensor:
+def _draw(logits: Tensor, peaks: Tensor, rows: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
     """The inverse CDF of each row's noise, in float64 and in id order: [R, V] to [R] ids."""
     temperatures = torch.tensor([row.temperature for row in rows], dtype=torch.float64, device=logits.device)
     weights = logits.double().sub_(peaks.double()[:, None]).div_(temperatures[:, None]).exp_()  # [R, V], largest is 1
@@ -85,14 +84,14 @@ def _draw(logits: Tensor, peaks: Tensor, rows: Sequence[RowSampling], positions:
         weights[limited] = subset
     cumulative = weights.cumsum(dim=-1)  # [R, V]
     total = cumulative[:, -1:]
-    noise = [uniform(row.seed, position) for row, position in zip(rows, positions, strict=True)]
+    noise = [uniform(row.seed or 0, position) for row, position in zip(rows, positions, strict=True)]
     target = torch.tensor(noise, dtype=torch.float64, device=logits.device)[:, None] * total  # [R, 1]
     # The product may round up to the total itself, which no token's interval contains.
     target = target.minimum(total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(cumulative, target, right=True)[:, 0]
 
 
-def _limit(weights: Tensor, logits: Tensor, rows: Sequence[RowSampling], leaders: int) -> None:
+def _limit(weights: Tensor, logits: Tensor, rows: Sequence[SamplingParams], leaders: int) -> None:
     """Zero, in place, every weight [R, V] outside its row's top-k and then top-p set.
 
     Only `leaders` tokens a row are put in order; rows that this does not decide are done again with all.
@@ -136,7 +135,7 @@ def _leading(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, ids.gather(1, order)
 
 
-def _logprobs(logits: Tensor, rows: Sequence[RowSampling], ids: Sequence[int]) -> list[TokenLogprobs | None] | None:
+def _logprobs(logits: Tensor, rows: Sequence[SamplingParams], ids: Sequence[int]) -> list[TokenLogprobs | None] | None:
     """What each row with a token asked for, else None; None altogether where there is no such row."""
     asked = [index for index, row in enumerate(rows) if row.logprobs is not None and ids[index] >= 0]
     if not asked:

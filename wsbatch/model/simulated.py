@@ -8,16 +8,8 @@ mixes up tokens or blocks changes the text; and, where sampled, of (seed, positi
 import time
 from dataclasses import dataclass
 
-from wsbatch.messages import TokenLogprobs
-from wsbatch.steps import (
-    ModelInfo,
-    PaddedDecode,
-    PaddedStart,
-    PagedStep,
-    RowSampling,
-    StepPlan,
-    StepResult,
-)
+from wsbatch.messages import SamplingParams, TokenLogprobs
+from wsbatch.steps import ModelInfo, PaddedDecode, PaddedStart, PagedStep, StepPlan, StepResult
 
 EOS_ID = 256
 _FIRST_ID, _LAST_ID = 0x20, 0x7E  # printable ASCII: the simulated codec's ids are bytes
@@ -41,7 +33,7 @@ class StepCosts:
 @dataclass(slots=True)
 class _Row:
     tokens: list[int]
-    sampling: RowSampling
+    sampling: SamplingParams
 
 
 class SimulatedModel:
@@ -116,18 +108,18 @@ class SimulatedModel:
         return _result(ids, samplings, self.step_s(plan))
 
 
-def _next_id(memory: list[int], position: int, sampling: RowSampling) -> int:
+def _next_id(memory: list[int], position: int, sampling: SamplingParams) -> int:
     """A printable byte from the last tokens, the position, and the seed where the row is sampled."""
     state = position
     for token in memory:
         state = (state * 0x9E3779B97F4A7C15 + token + 1) & _MASK
     if sampling.temperature > 0:
-        state = (state ^ (sampling.seed * 0xBF58476D1CE4E5B9)) & _MASK
+        state = (state ^ ((sampling.seed or 0) * 0xBF58476D1CE4E5B9)) & _MASK
     state = ((state ^ (state >> 31)) * 0x94D049BB133111EB) & _MASK
     return _FIRST_ID + (state >> 33) % (_LAST_ID - _FIRST_ID + 1)
 
 
-def _result(ids: list[int], samplings: list[RowSampling], seconds: float) -> StepResult:
+def _result(ids: list[int], samplings: list[SamplingParams], seconds: float) -> StepResult:
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
     if any(sampling.logprobs is not None for sampling in samplings):
         logprobs = tuple(

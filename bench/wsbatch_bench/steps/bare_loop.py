@@ -13,13 +13,13 @@ from wsbatch.batching.costs import StepCost
 from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Decision, Scheduler, Step, StepOutcome
 from wsbatch.config import EngineConfig
-from wsbatch.messages import DEFAULT_PRIORITY
+from wsbatch.messages import DEFAULT_PRIORITY, SamplingParams
 from wsbatch.model.simulated import SimulatedModel, StepCosts
-from wsbatch.steps import PaddedDecode, PaddedStart, PagedStep, RowSampling, StepPlan, StepResult
+from wsbatch.steps import PaddedDecode, PaddedStart, PagedStep, StepPlan, StepResult
 
 Clock = Callable[[], float]
 
-_GREEDY = RowSampling()
+_GREEDY = SamplingParams()
 
 
 class Runs(Protocol):

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from lab_tools.limits import MachineRates
+from wsbatch.messages import SamplingParams
 from wsbatch.model.paged import PagedModel
-from wsbatch.steps import PagedRow, PagedStep, RowSampling
+from wsbatch.steps import PagedRow, PagedStep
 
 _WARM_UP = 3
-_GREEDY = RowSampling()
+_GREEDY = SamplingParams()
 
 
 def device_rates(device: str, dtype: torch.dtype, *, quick: bool) -> MachineRates:
