@@ -707,6 +707,23 @@ async def test_pings_do_not_wait_for_what_is_sent(autojump_clock: Clock) -> None
         assert [received.data for received in got] == [b"one", b"two"]
 
 
+async def test_pongs_come_in_order_and_before_the_answer_to_what_followed(autojump_clock: Clock) -> None:
+    async def echo(connection: Connection) -> None:
+        with suppress(Disconnected):
+            while True:
+                await connection.send((await connection.receive()).data)
+
+    async with transport(echo) as fixture:
+        client = await fixture.open()
+        pings = b"".join([b"\x89\x81\0\0\0\0" + bytes([48 + number]) for number in range(10)])
+        await client.stream.send_all(pings + b"\x82\x81\0\0\0\0x")
+        expected = b"".join([b"\x8a\x01" + bytes([48 + number]) for number in range(10)]) + b"\x82\x01x"
+        got = b""
+        while len(got) < len(expected):
+            got += await client.stream.receive_some()
+        assert got == expected
+
+
 def begun(size: int, *, whole: int | None = None) -> bytes:
     """So many bytes of a message, which has more."""
     return b"\x82\xff" + (whole or size + 1).to_bytes(8, "big") + bytes(4 + size)

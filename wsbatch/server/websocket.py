@@ -229,7 +229,7 @@ class WebSocket:
     async def _send_pongs(self) -> None:
         with suppress(Disconnected):
             while self._pongs:
-                await self._send(self._pongs.popleft())
+                await self._send()
         self._answering = False
 
     async def _part(self, event: CloseConnection) -> None:
@@ -246,10 +246,15 @@ class WebSocket:
         with self._patience.after(self._config.close_timeout_s), suppress(Disconnected):
             await self._send(CloseConnection(code=refusal.code, reason=refusal.reason))
 
-    async def _send(self, event: Event) -> None:
-        """Raises Disconnected. Nothing is written after a write that was cut short: half a frame may be out."""
+    async def _send(self, *events: Event) -> None:
+        """Raises Disconnected. Nothing is written after a write that was cut short: half a frame may be out.
+
+        Pongs that are due go first: no answer to what came after a ping overtakes the answer to the ping.
+        """
+        due = [*self._pongs, *events]
+        self._pongs.clear()
         try:
-            data = self._protocol.send(event)
+            data = b"".join([self._protocol.send(event) for event in due])
         except LocalProtocolError:
             raise Disconnected from None
         async with self._sending:
