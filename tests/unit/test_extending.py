@@ -16,6 +16,7 @@ from wsbatch.engine.open import SCHEDULERS, SchedulerKind
 from wsbatch.messages import Finished, GenerateRequest, RowPhase, SamplingParams
 from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart, PagedStep, RowSampling, StepResult
 from wsbatch.testing.worker import open_virtual_engine
+from wsbatch.wire import JSON
 
 
 class ShortestFirst:
@@ -170,7 +171,9 @@ async def test_every_other_sampling_parameter_reaches_the_model(autojump_clock: 
     names = {spec.name for spec in fields(SamplingParams)} - HERE
     assert [name for name in names if getattr(asked_for, name) == getattr(SamplingParams(), name)] == []
     async with open_virtual_engine(config("continuous")) as (engine, worker):
-        stream = await engine.submit(GenerateRequest(prompt="x", sampling=asked_for))
+        received = JSON.decode_client(JSON.encode_client(GenerateRequest(prompt="x", sampling=asked_for)))
+        assert isinstance(received, GenerateRequest)
+        stream = await engine.submit(received)
         await stream.ended.wait()
     ((_, plan),) = worker.plans
     assert isinstance(plan, PagedStep)
