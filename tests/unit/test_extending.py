@@ -14,7 +14,7 @@ from wsbatch.batching.scheduler import PROBE, Decision, Idle, Release, RowToken,
 from wsbatch.config import EngineConfig
 from wsbatch.engine.open import SCHEDULERS, SchedulerKind
 from wsbatch.messages import Finished, GenerateRequest, RowPhase, SamplingParams
-from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart, PagedStep, RowSampling, StepResult
+from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart, PagedStep, StepResult
 from wsbatch.testing.worker import open_virtual_engine
 from wsbatch.wire import JSON
 
@@ -72,7 +72,7 @@ class ShortestFirst:
         return keys
 
     def probe(self, token_ids: tuple[int, ...]) -> PaddedStart | None:
-        return None if self._row else PaddedStart((PaddedRow(PROBE, token_ids, RowSampling()),), max_new_tokens=1)
+        return None if self._row else PaddedStart((PaddedRow(PROBE, token_ids, SamplingParams()),), max_new_tokens=1)
 
     def end(self, key: int, now_s: float) -> None:
         if self.queue.remove(key) is None and self._row is not None and self._row.key == key:
