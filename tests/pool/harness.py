@@ -73,7 +73,7 @@ def undisturbed(request: GenerateRequest) -> tuple[tuple[int, ...], str, str]:
     """What the request gets from the model when nothing else exists: ids, text, finish reason."""
     model, sampling = SimulatedModel(StepCosts()), request.sampling
     done = request.resume_token_ids
-    row_sampling = SamplingParams(sampling.temperature, seed=sampling.seed or 0)
+    row_sampling = SamplingParams(temperature=sampling.temperature, seed=sampling.seed or 0)
     row = PaddedRow(0, (*(request.prompt or "").encode(), *done), row_sampling)
     ids = [*done, *model.compute(PaddedStart((row,), sampling.max_tokens)).token_ids]
     while len(ids) < sampling.max_tokens and not any(stop in bytes(ids).decode() for stop in sampling.stop):
