@@ -173,7 +173,7 @@ continuous = scenarios(
 def undisturbed(request: GenerateRequest) -> tuple[tuple[int, ...], str, str]:
     """What this request gets from the model when nothing else exists: ids, text, finish reason."""
     model, sampling = SimulatedModel(StepCosts()), request.sampling
-    chosen = SamplingParams(sampling.temperature, seed=sampling.seed or 0)
+    chosen = SamplingParams(temperature=sampling.temperature, seed=sampling.seed or 0)
     row = PaddedRow(0, tuple((request.prompt or "").encode()), chosen)
     ids = list(model.compute(PaddedStart((row,), sampling.max_tokens)).token_ids)
     while len(ids) < sampling.max_tokens and not any(stop in bytes(ids).decode() for stop in sampling.stop):
