@@ -239,7 +239,7 @@ class EnginePool:
 
     def wake_at(self, route: Route, at_s: float) -> None:
         """See `interface.Pool`."""
-        self._timers.add(at_s, route.key)
+        self._timers.set(route.key, at_s)
 
     def moved(self, route: Route) -> None:
         """See `interface.Pool`."""
@@ -249,6 +249,7 @@ class EnginePool:
     def ended(self, route: Route) -> None:
         """See `interface.Pool`."""
         self._held.pop(route.key, None)
+        self._timers.drop(route.key)
         if self._routes.pop(route.key, None) is None:
             return
         terminal = route.stream.terminal
