@@ -11,6 +11,7 @@ from typing import Any
 from wsbatch.errors import BadRequest
 from wsbatch.wire.fields import Large
 from wsbatch.wire.tally import PIECE_BYTES, SHORT_BYTES, Tally
+from wsbatch.wire.walk import Walk
 
 # Possessive, so that no text whatever makes them go back: they run in linear time.
 _BETWEEN = re.compile(rb'[^"\[\]{}I]*+')
@@ -52,7 +53,7 @@ class Malformed(Exception):
     """No JSON; what is not found here, the library finds."""
 
 
-class JsonWalk:
+class JsonWalk(Walk):
     """One message. `run` to its end, then `rest` is what to load, with `constants()` as its hook for constants.
 
     Args:
@@ -61,21 +62,13 @@ class JsonWalk:
     """
 
     def __init__(self, data: bytes, tally: Tally) -> None:
-        self.rest = data
-        self._data = data
-        self._tally = tally
-        self._in_pieces = len(data) > PIECE_BYTES
-        self._large: list[Large] = []
-        self._parts: list[bytes] = []
-        self._kept = 0  # up to here the message is in `_parts`
-        self._at = 0
+        super().__init__(data, tally)
         self._depth = 0
         self._array_at: int | None = None  # where an array began of which no entry yet is a string, map or array
         self._commas = 0  # since then
         self._structure_bytes = 0
         self._id_at: int | None = None
         self._cuts: list[int] = []  # of the string that it is in: its beginning, and the ends of its pieces
-        self._done_bytes = 0  # since the last yield
 
     def constants(self) -> Callable[[str], object]:
         """A hook that gives the values for which NaN, Infinity and -Infinity in `rest` stand, asked in their order."""
@@ -100,8 +93,7 @@ class JsonWalk:
         if self._cuts:
             raise Malformed("a string has no end")
         self._no_ids()
-        if self._parts:
-            self.rest = b"".join(self._parts) + self._data[self._kept :]
+        self._finish()
 
     def _between(self) -> Iterable[None]:
         """A piece of numbers, words, commas and white space, and the string, bracket or brace that ends it, if any."""
@@ -158,9 +150,9 @@ class JsonWalk:
 
     def _infinity(self) -> None:
         self._structure(len(_LARGE))
-        if self._in_pieces and self._data.startswith(_LARGE, self._at - 2):
-            self._parts += (self._data[self._kept : self._at - 2], _SAME_NUMBER)
-            self._kept = self._at - 2 + len(_LARGE)
+        start = self._at - 2
+        if self._data.startswith(_LARGE, start):
+            self._replace(start, start + len(_LARGE), _SAME_NUMBER)
 
     def _ids(self, begin: int) -> Iterator[None]:
         """A long array: integers alone."""
@@ -240,6 +232,5 @@ class JsonWalk:
     def _cut(self, start: int, value: Large) -> None:
         """What is left to the library has a constant instead of the value that began there and ends here."""
         if self._in_pieces:
-            self._parts += (self._data[self._kept : start], _LARGE)
-            self._kept = self._at
+            self._replace(start, self._at, _LARGE)
             self._large.append(value)

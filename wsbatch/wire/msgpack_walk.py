@@ -11,6 +11,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from wsbatch.wire.fields import Large
 from wsbatch.wire.tally import PIECE_BYTES, PIECE_ENTRIES, SHORT_BYTES, Tally
+from wsbatch.wire.walk import Walk
 
 # By first byte: the bytes of a value whose size that byte tells.
 _FIXED = bytes(
@@ -46,7 +47,7 @@ class Unknown(Exception):
     """A byte that begins nothing, or one too many."""
 
 
-class MsgpackWalk:
+class MsgpackWalk(Walk):
     """One message. `run` to its end, then `rest` is what to unpack, with `extension` as its hook for extensions.
 
     Args:
@@ -55,19 +56,11 @@ class MsgpackWalk:
     """
 
     def __init__(self, data: bytes, tally: Tally) -> None:
-        self.rest = data
-        self._data = data
-        self._tally = tally
-        self._in_pieces = len(data) > PIECE_BYTES
-        self._large: list[Large] = []
-        self._parts: list[bytes] = []
-        self._kept = 0  # up to here the message is in `_parts`
-        self._at = 0
+        super().__init__(data, tally)
         self._left = 1  # values to come in the innermost map or array; a map's keys are values too
         self._outer: list[int] = []
         self._is_map: list[bool] = [False]
         self._id: tuple[int, int] | None = None
-        self._done_bytes = 0  # since the last yield
 
     def extension(self, kind: int, payload: bytes) -> object:
         """The value that an extension in `rest` stands for."""
@@ -94,7 +87,7 @@ class MsgpackWalk:
                 if size := _FIXED[first]:
                     self._at += size
                     if 0xD4 <= first <= 0xD8:
-                        self._cut(start, _CLIENTS_EXTENSION)
+                        self._replace(start, self._at, _CLIENTS_EXTENSION)
                     elif len(self._outer) == 1:
                         self._note(start, first, is_key)
                 else:
@@ -105,8 +98,7 @@ class MsgpackWalk:
             raise Incomplete from None
         if self._at != len(data):
             raise Incomplete if self._at > len(data) else Unknown
-        if self._parts:
-            self.rest = b"".join(self._parts) + data[self._kept :]
+        self._finish()
 
     def _note(self, start: int, first: int, is_key: bool) -> None:
         """A value of the frame itself: a key tells where we are."""
@@ -137,7 +129,7 @@ class MsgpackWalk:
         if self._at > len(self._data):
             raise Incomplete
         if first not in _STRINGS:
-            self._cut(start, _EMPTY_BIN if first in _BINS else _CLIENTS_EXTENSION)
+            self._replace(start, self._at, _EMPTY_BIN if first in _BINS else _CLIENTS_EXTENSION)
             return
         if is_key:
             self._tally.key(length)
@@ -195,11 +187,5 @@ class MsgpackWalk:
 
     def _cut_large(self, start: int, value: Large) -> None:
         if self._in_pieces:
-            self._cut(start, b"\xd6" + bytes([_LARGE_TYPE]) + len(self._large).to_bytes(4, "big"))
+            self._replace(start, self._at, b"\xd6" + bytes([_LARGE_TYPE]) + len(self._large).to_bytes(4, "big"))
             self._large.append(value)
-
-    def _cut(self, start: int, instead: bytes) -> None:
-        """What is left to the library has this instead of the value that began there and ends here."""
-        if self._in_pieces:
-            self._parts += (self._data[self._kept : start], instead)
-            self._kept = self._at
