@@ -1,21 +1,21 @@
-/** The panel of the live batch: its numbers, its lanes, and requests to fill it with. */
+/** The panel of the live batch: its numbers, its timeline, and requests to fill it with. */
 
-import { Lanes } from "./lanes.js";
+import { Timeline } from "./timeline.js";
 
 const show = (id, text) => (document.getElementById(id).textContent = text);
 const percent = (share) => (share === undefined ? "–" : `${Math.round(100 * share)} %`);
 
 export class BatchPanel {
   #section = document.getElementById("batch");
-  #canvas = document.getElementById("lanes");
-  #lanes = new Lanes(this.#canvas);
+  #canvas = document.getElementById("timeline");
+  #timeline = new Timeline(this.#canvas);
   #told = 0;
 
   /** Watch this client's server, where it allows that, until the connection ends. */
   async follow(client) {
     this.#section.hidden = !client.hello.watch;
     if (!client.hello.watch) return;
-    this.#lanes.reset();
+    this.#timeline.reset();
     try {
       for await (const frame of client.watch()) this.#show(frame);
     } catch {
@@ -30,13 +30,13 @@ export class BatchPanel {
     show("n-rate", frame.tokens_per_s.toFixed(frame.tokens_per_s < 100 ? 1 : 0));
     show("n-utilization", percent(frame.slot_utilization));
     show("n-waste", percent(frame.waste_fraction));
-    this.#lanes.take(frame);
+    this.#timeline.take(frame);
     // In words for those who do not see the canvas; now and then, for it is read out.
     if (performance.now() - this.#told > 2000 || frame.running === 0) {
       this.#told = performance.now();
       this.#canvas.setAttribute(
         "aria-label",
-        `One lane for each slot of the batch: ${frame.running} of ${frame.slots} are running, ${frame.queue_depth} wait`,
+        `One line for each slot of the batch: ${frame.running} of ${frame.slots} are running, ${frame.queue_depth} wait`,
       );
     }
   }

@@ -16,7 +16,7 @@ import { checkRequest } from "./request.js";
 export { WsbatchError };
 
 const PROTOCOL_VERSION = 1;
-// Snapshots of the batch that a slow loop may leave unread; the oldest go first, for a picture wants the present.
+// Snapshots of the batch that a slow loop may leave unread; the oldest go first, for a watcher wants the present.
 const MAX_UNREAD = 64;
 
 const JSON_FRAMES = {

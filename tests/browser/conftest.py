@@ -142,12 +142,12 @@ class Page:
     def phases_drawn(self) -> set[str]:
         """Which phases' colours are on the canvas."""
         script = """
-            const canvas = document.getElementById('lanes');
+            const canvas = document.getElementById('timeline');
             const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
             const style = getComputedStyle(document.documentElement);
             const seen = new Set();
             const names = {};
-            for (const name of ['prefill', 'decode', 'kept', 'lane']) {
+            for (const name of ['prefill', 'decode', 'kept', 'idle']) {
                 const hex = style.getPropertyValue('--' + name).trim().slice(1);
                 names[[0, 2, 4].map((at) => parseInt(hex.slice(at, at + 2), 16)).join()] = name;
             }
@@ -160,7 +160,7 @@ class Page:
         return set(self.browser.execute_script(script))
 
     def pixels(self) -> str:
-        drawn: str = self.browser.execute_script("return document.getElementById('lanes').toDataURL()")
+        drawn: str = self.browser.execute_script("return document.getElementById('timeline').toDataURL()")
         return drawn
 
     def screenshot(self, path: Path) -> None:

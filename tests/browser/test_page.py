@@ -87,14 +87,14 @@ def test_one_of_several_is_stopped_and_the_others_go_on(start_server: START, ope
 
 @pytest.mark.parametrize(
     ("scheduler", "phases"),
-    [("dynamic", {"prefill", "decode", "kept", "lane"}), ("continuous", {"prefill", "decode", "lane"})],
+    [("dynamic", {"prefill", "decode", "kept", "idle"}), ("continuous", {"prefill", "decode", "idle"})],
 )
 def test_the_lanes_move(start_server: START, open_page: OPEN, scheduler: str, phases: set[str]) -> None:
     server = start_server("--allow-watch", "--scheduler", scheduler, "--max-batch-size", "6")
     page = open_page(server.url)
     page.wait_connected()
-    page.wait(lambda: page.one("#n-scheduler").text == scheduler, "no picture")
-    page.wait(lambda: page.phases_drawn() == {"lane"}, "idle lanes are not drawn")
+    page.wait(lambda: page.one("#n-scheduler").text == scheduler, "no timeline")
+    page.wait(lambda: page.phases_drawn() == {"idle"}, "idle slots are not drawn")
     page.one("#load-start").click()
     seen: set[str] = set()
     waste = set()
@@ -106,7 +106,7 @@ def test_the_lanes_move(start_server: START, open_page: OPEN, scheduler: str, ph
 
     page.wait(all_seen, f"not all phases were drawn, only {seen}")
     before = page.pixels()
-    page.wait(lambda: page.pixels() != before, "the picture stands still")
+    page.wait(lambda: page.pixels() != before, "the timeline stands still")
     assert float(page.one("#n-rate").text) > 0
     if scheduler == "dynamic":
         page.wait(lambda: waste.add(page.one("#n-waste").text) or max(map(share, waste)) > 20, "no waste shown")
@@ -115,7 +115,7 @@ def test_the_lanes_move(start_server: START, open_page: OPEN, scheduler: str, ph
         assert max(map(share, waste)) == 0
     page.one("#load-stop").click()
     page.wait(lambda: page.one("#load-start").is_enabled(), "it did not stop")
-    label = page.one("#lanes").get_attribute("aria-label")
+    label = page.one("#timeline").get_attribute("aria-label")
     assert "of 6 are running" in label
 
 
@@ -123,7 +123,7 @@ def share(text: str) -> int:
     return int(text.split()[0]) if text[:1].isdigit() else 0
 
 
-def test_without_allow_watch_there_is_no_picture_and_no_error(start_server: START, open_page: OPEN) -> None:
+def test_without_allow_watch_there_is_no_timeline_and_no_error(start_server: START, open_page: OPEN) -> None:
     page = open_page(start_server().url)
     page.wait_connected()
     assert not page.one("#batch").is_displayed()
@@ -151,7 +151,7 @@ def test_a_killed_server_is_waited_for_and_the_answer_goes_on(start_server: STAR
     page.wait(lambda: not pane.busy, "the answer never ended")
     assert pane.answer == whole, "it went on where it stopped"
     assert "The connection was lost" in pane.log
-    page.wait(lambda: page.one("#n-scheduler").text == "dynamic", "the picture did not come back")
+    page.wait(lambda: page.one("#n-scheduler").text == "dynamic", "the timeline did not come back")
 
 
 def test_text_that_a_shutdown_sends_early_is_shown_once(start_server: START, open_page: OPEN) -> None:

@@ -9,7 +9,7 @@ import trio
 from rich.console import Console
 from rich.live import Live
 
-from wsbatch.cli.top import _Picture
+from wsbatch.cli.top import _Screen
 from wsbatch.config import ServerConfig
 from wsbatch.errors import ConnectionLost
 from wsbatch.messages import BatchSnapshot, BatchStep
@@ -45,13 +45,13 @@ async def test_why_it_cannot_is_one_line() -> None:
 @pytest.mark.parametrize("height", [24, 8])
 def test_a_terminal_gets_a_lane_for_each_slot(height: int) -> None:
     console = Console(width=40, height=height, file=io.StringIO(), force_terminal=False, highlight=False)
-    picture = _Picture(console, Live(console=console, auto_refresh=False))
+    screen = _Screen(console, Live(console=console, auto_refresh=False))
     steps = (
         BatchStep(0.0, 200.0, ((0, 5, "prefill"), (1, 6, "prefill"))),
         BatchStep(200.0, 300.0, ((0, 5, "decode"), (1, 6, "kept"), (2, 7, "held"))),
     )
-    picture.take(BatchSnapshot(600.0, "dynamic", 4, 2, 1, 33.3, steps, slot_utilization=0.5, waste_fraction=0.25))
-    console.print(picture._drawn())
+    screen.take(BatchSnapshot(600.0, "dynamic", 4, 2, 1, 33.3, steps, slot_utilization=0.5, waste_fraction=0.25))
+    console.print(screen._drawn())
     text = console.file.getvalue()  # type: ignore[attr-defined]
     lines = [line.rstrip() for line in text.splitlines()]
     assert "running 1/4" in text
@@ -62,6 +62,6 @@ def test_a_terminal_gets_a_lane_for_each_slot(height: int) -> None:
         assert "2 more slots" in text
     else:
         assert any("···" in line for line in lines)
-    picture.lost(ConnectionLost("the connection broke"))
-    console.print(picture._drawn())
+    screen.lost(ConnectionLost("the connection broke"))
+    console.print(screen._drawn())
     assert "the connection broke; trying again" in console.file.getvalue()  # type: ignore[attr-defined]

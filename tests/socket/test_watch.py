@@ -13,8 +13,8 @@ from wsbatch.testing.servers import Served, serving
 def step(served: Served) -> None:
     now_s = trio.current_time()
     cost = StepCost(2, 0, 0, 2, 1, 0.01)
-    lanes = [(1, "decode"), (2, "kept")]
-    served.engine.picture.record(lanes, cost, tokens=1, started_s=now_s, ended_s=now_s)  # type: ignore[arg-type]
+    phases = [(1, "decode"), (2, "kept")]
+    served.engine.recorder.record(phases, cost, tokens=1, started_s=now_s, ended_s=now_s)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("subprotocol", ["wsbatch.v1.msgpack", "wsbatch.v1.json"])
@@ -35,7 +35,7 @@ async def test_snapshots_come_as_the_batch_runs(subprotocol: str) -> None:
                             pass
                 completion = await client.complete("hi", max_tokens=3)  # the connection is of use as before
                 assert completion.text == "abc"
-                assert not served.engine.picture.watched
+                assert not served.engine.recorder.watched
                 async with client.watch() as watch:
                     assert (await anext(watch)).steps == ()
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.live import Live
 
-from wsbatch.cli.lanes import numbers
 from wsbatch.cli.logs import LineFormatter
 from wsbatch.cli.output import write, write_json
 from wsbatch.cli.parsing import complain
 from wsbatch.cli.printing import printable_json
 from wsbatch.cli.screen import MarkdownScreen, PlainScreen
-from wsbatch.cli.top import _Picture
+from wsbatch.cli.timeline import numbers
+from wsbatch.cli.top import _Screen
 from wsbatch.errors import ConnectionLost
 from wsbatch.messages import BatchSnapshot
 
@@ -77,13 +77,13 @@ async def test_what_a_server_says_never_operates_a_terminal(
 def test_what_a_server_says_is_drawn_without_controls() -> None:
     console = Console(width=80, height=24, force_terminal=False, highlight=False)
     snapshot = BatchSnapshot(600.0, f"dyn\n{HOSTILE}", 1, 0, 0, 0.0, ())  # type: ignore[arg-type]
-    picture = _Picture(console, Live(console=console, auto_refresh=False))
+    screen = _Screen(console, Live(console=console, auto_refresh=False))
     with console.capture() as drawn:
         MarkdownScreen(console).note(HOSTILE)
-        picture.take(snapshot)
-        picture._note = ""
-        picture.lost(ConnectionLost(HOSTILE))
-        console.print(picture._drawn())
+        screen.take(snapshot)
+        screen._note = ""
+        screen.lost(ConnectionLost(HOSTILE))
+        console.print(screen._drawn())
     assert not CONTROLS & set(drawn.get() + numbers(snapshot)[0][1])
     assert "\n" not in numbers(snapshot)[0][1]
 

@@ -79,7 +79,7 @@ class ShortestFirst:
             self._ended = True
             self._release()
 
-    def lanes(self) -> Sequence[tuple[int, RowPhase]]:
+    def slot_phases(self) -> Sequence[tuple[int, RowPhase]]:
         return [] if self._row is None else [(self._row.key, "prefill" if self._fresh else "decode")]
 
     def releases(self) -> Sequence[Release]:

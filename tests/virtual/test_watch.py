@@ -120,7 +120,7 @@ class Watched:
     def step(self) -> None:
         now_s = trio.current_time()
         cost = StepCost(1, 0, 0, 1, 1, 0.001)
-        self.engine.picture.record([(1, "decode")], cost, tokens=1, started_s=now_s - 0.001, ended_s=now_s)
+        self.engine.recorder.record([(1, "decode")], cost, tokens=1, started_s=now_s - 0.001, ended_s=now_s)
 
     async def steps_for(self, seconds: float, interval_s: float = 0.001) -> None:
         with trio.move_on_after(seconds):
@@ -143,7 +143,7 @@ async def watched(**settings: Any) -> AsyncIterator[Watched]:
         assert hello.watch == fixture.session._config.allow_watch
         yield fixture
         fixture.client.disconnect()
-    assert not fixture.engine.picture.watched
+    assert not fixture.engine.recorder.watched
 
 
 async def test_watching_is_refused_by_name_unless_it_is_allowed(autojump_clock: MockClock) -> None:
@@ -154,7 +154,7 @@ async def test_watching_is_refused_by_name_unless_it_is_allowed(autojump_clock: 
         assert (answer.id, answer.code) == (None, "bad_request")
         assert "watch" in answer.message
         assert "allow_watch" in answer.message
-        assert not fixture.engine.picture.watched
+        assert not fixture.engine.recorder.watched
 
 
 async def test_a_frame_comes_at_once_then_at_most_ten_a_second(autojump_clock: MockClock) -> None:
@@ -220,12 +220,12 @@ async def test_unwatch_ends_it_and_the_connection_goes_on(autojump_clock: MockCl
         await fixture.client.say(Unwatch())
         await fixture.client.say(Ping(1))
         assert isinstance(await fixture.client.hear(), Pong)
-        assert not fixture.engine.picture.watched
+        assert not fixture.engine.recorder.watched
         await fixture.steps_for(1)
         assert len(fixture.snapshots) == 1
 
 
-async def test_tokens_and_pictures_both_get_through(autojump_clock: MockClock) -> None:
+async def test_tokens_and_snapshots_both_get_through(autojump_clock: MockClock) -> None:
     async with watched() as fixture, trio.open_nursery() as nursery:
         nursery.start_soon(lambda: fixture.engine.play(interval_s=0.001))
         await fixture.client.say(Watch())

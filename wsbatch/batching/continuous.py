@@ -217,7 +217,7 @@ class ContinuousScheduler:
             self._rows.leave(row)
             self._releases.append(Release(key, 0.0, self.ledger.leave(key)))
 
-    def lanes(self) -> Sequence[tuple[int, RowPhase]]:
+    def slot_phases(self) -> Sequence[tuple[int, RowPhase]]:
         """The running rows. `held` is one whose prompt waits for its next chunk, or that waits for a block."""
         return [
             (row.work.key, "held" if not row.planned else "prefill" if row.computed < row.prompt_end else "decode")

@@ -214,7 +214,7 @@ class DynamicScheduler:
         if self._in_flight is None:
             self._close_batch(now_s)
 
-    def lanes(self) -> Sequence[tuple[int, RowPhase]]:
+    def slot_phases(self) -> Sequence[tuple[int, RowPhase]]:
         """The rows in the tensors, the finished ones too: they are computed like the others."""
         live: RowPhase = "prefill" if isinstance(self._in_flight, PaddedStart) else "decode"
         return [(row.work.key, live if row.ended_s is None else "kept") for row in self._rows]

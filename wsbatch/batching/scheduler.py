@@ -126,7 +126,7 @@ class Scheduler(Protocol):
         """This request is over (stopped, full length, cancelled, timed out), waiting or running; unknown keys pass."""
         ...
 
-    def lanes(self) -> Sequence[tuple[int, RowPhase]]:
+    def slot_phases(self) -> Sequence[tuple[int, RowPhase]]:
         """(key, phase) of every row that holds a slot in the step in flight; call it right after its `decide`."""
         ...
 

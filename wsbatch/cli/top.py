@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Protocol
 import trio
 
 from wsbatch.cli.asking import DEFAULT_URL, add_connection_flags, dial, on_interrupt
-from wsbatch.cli.lanes import GLYPHS, Strips, numbers
 from wsbatch.cli.output import while_read, write
 from wsbatch.cli.parsing import Commands, add_parser, complain, text
 from wsbatch.cli.printing import without_controls
 from wsbatch.cli.settings import count
 from wsbatch.cli.streams import UNREAD
+from wsbatch.cli.timeline import GLYPHS, Timeline, numbers
 from wsbatch.client import BatchWatch
 from wsbatch.errors import ConnectionLost, WsbatchError
 from wsbatch.messages import BatchSnapshot
@@ -28,7 +28,7 @@ _LINE_S = 1.0
 _RETRY_S = 2.0
 
 _DESCRIPTION = """\
-Show what a running server's batch does: a lane for each slot, time running to the left. The server
+Show what a running server's batch does: a line for each slot, time running to the left. The server
 must allow it (`--allow-watch`, or `wsbatch demo`). No prompt and no answer is ever shown.
 In a pipe, or with --plain: one line of numbers a second. Ctrl-C ends it.
 """
@@ -39,8 +39,8 @@ examples:
   wsbatch top ws://127.0.0.1:8765
   wsbatch top --count 5 | cat           five lines of numbers
 
-In the lanes: {GLYPHS["prefill"]} prefill, {GLYPHS["decode"]} decode, {GLYPHS["kept"]} finished but kept by its batch,
-{GLYPHS["held"]} held without a part in the step; blank is idle.
+In the timeline: {GLYPHS["prefill"]} prefill, {GLYPHS["decode"]} decode,
+{GLYPHS["kept"]} finished but kept by its batch, {GLYPHS["held"]} held without a part in the step; blank is idle.
 
 exit statuses: 0 ended by Ctrl-C or --count; 1 an error, in one line on stderr; 2 bad usage;
 {UNREAD} nobody reads stdout any more
@@ -132,7 +132,7 @@ def _view(*, plain: bool) -> Iterator[_View]:
         return
     console = Console(highlight=False)
     with Live(console=console, auto_refresh=False, screen=True) as live:
-        yield _Picture(console, live)
+        yield _Screen(console, live)
 
 
 class _Lines:
@@ -159,29 +159,29 @@ class _Lines:
 _STYLES = {"prefill": "#e69f00", "decode": "#56b4e9", "kept": "#d55e00", "held": "dim", "idle": ""}
 
 
-class _Picture:
-    """Lanes on the whole screen."""
+class _Screen:
+    """The timeline on the whole screen."""
 
     interval_s = 0.0
 
     def __init__(self, console: "Console", live: "Live") -> None:
         self._console = console
         self._live = live
-        self._strips = Strips()
+        self._timeline = Timeline()
         self._snapshot: BatchSnapshot | None = None
         self._note = ""
 
     def take(self, snapshot: BatchSnapshot) -> None:
         self._note = ""
         self._snapshot = snapshot
-        self._strips.take(snapshot)
+        self._timeline.take(snapshot)
 
     async def show(self) -> None:
         self._live.update(self._drawn(), refresh=True)
 
     def lost(self, error: ConnectionLost) -> None:
         self._note = without_controls(f"{error}; trying again")
-        self._strips = Strips()
+        self._timeline = Timeline()
         self._live.update(self._drawn(), refresh=True)
 
     def _drawn(self) -> "Group":
@@ -194,14 +194,14 @@ class _Picture:
             for name, value in numbers(self._snapshot):
                 head.append(f"{name} ", "dim").append(f"{value}   ", "bold")
             lines += [head, Text()]
-        shown = max(0, min(self._strips.slots, self._console.height - 6))
-        for slot, phases in enumerate(self._strips.rows(max(1, self._console.width - 6))[:shown]):
-            lane = Text(f"{slot + 1:>4} ", "dim", no_wrap=True)
+        shown = max(0, min(self._timeline.slots, self._console.height - 6))
+        for slot, phases in enumerate(self._timeline.rows(max(1, self._console.width - 6))[:shown]):
+            line = Text(f"{slot + 1:>4} ", "dim", no_wrap=True)
             for phase in phases:
-                lane.append(GLYPHS.get(phase, "?"), _STYLES.get(phase, ""))
-            lines.append(lane)
+                line.append(GLYPHS.get(phase, "?"), _STYLES.get(phase, ""))
+            lines.append(line)
         legend = Text()
         for phase, style in _STYLES.items():
             legend.append(f"  {GLYPHS[phase]} ", style).append(phase, "dim")
-        more = f"   {self._strips.slots - shown} more slots" if shown < self._strips.slots else ""
+        more = f"   {self._timeline.slots - shown} more slots" if shown < self._timeline.slots else ""
         return Group(*lines, Text(), legend.append(more, "dim"), Text(self._note, "bold red"))

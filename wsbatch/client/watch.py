@@ -7,7 +7,7 @@ import trio
 from wsbatch.errors import WsbatchError
 from wsbatch.messages import BatchSnapshot
 
-# Snapshots that a slow loop may leave unread, six seconds of them. The oldest go first: a picture wants the present.
+# Snapshots that a slow loop may leave unread, six seconds of them. The oldest go first: a watcher wants the present.
 _MAX_UNREAD = 64
 
 

@@ -27,7 +27,7 @@ from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.engine.outbox import Outbox
 from wsbatch.engine.output import Output
 from wsbatch.engine.request import LiveRequest
-from wsbatch.engine.watch import Picture
+from wsbatch.engine.watch import BatchRecorder
 from wsbatch.errors import (
     Draining,
     EngineDead,
@@ -57,7 +57,7 @@ class EngineCore:
         now_s: the time now.
 
     Attributes:
-        metrics, picture: told of everything that happens.
+        metrics, recorder: told of everything that happens.
         health: whether the model works.
         draining: whether nothing is admitted any more because the engine is to end.
         death: why the engine is dead; None while it lives.
@@ -67,7 +67,7 @@ class EngineCore:
         self, config: EngineConfig, *, info: ModelInfo, scheduler: Scheduler, codec: TextCodec, now_s: float
     ) -> None:
         self.metrics = EngineMetrics()
-        self.picture = Picture(config.scheduler, config.max_batch_size, now_s=now_s)
+        self.recorder = BatchRecorder(config.scheduler, config.max_batch_size, now_s=now_s)
         self.health = ModelHealth(vocab_size=info.vocab_size)
         self.scheduler = scheduler
         self.draining = False
@@ -81,7 +81,7 @@ class EngineCore:
         self._live: dict[int, LiveRequest] = {}  # accepted, and not yet released by the scheduler; by key
         self._last_key = 0
         self._step_began_s: float | None = None  # of the step in flight
-        self._lanes: Sequence[tuple[int, RowPhase]] = ()  # its rows, where somebody watches
+        self._slot_phases: Sequence[tuple[int, RowPhase]] = ()  # its rows, where somebody watches
         self.metrics.watch(lambda: scheduler.running, lambda: len(scheduler.queue), scheduler.cache)
 
     def __repr__(self) -> str:
@@ -202,7 +202,7 @@ class EngineCore:
                 if started:
                     self._admission.started(len(started), now_s)
                     self._changed()
-                self._lanes = self.scheduler.lanes() if self.picture.watched else ()
+                self._slot_phases = self.scheduler.slot_phases() if self.recorder.watched else ()
                 self._step_began_s = now_s
             case WaitUntil():
                 self._hold.hold(now_s)
@@ -222,7 +222,9 @@ class EngineCore:
         self.metrics.observe_step(outcome.cost)
         began_s, self._step_began_s = self._step_began_s, None
         assert began_s is not None
-        self.picture.record(self._lanes, outcome.cost, tokens=len(outcome.tokens), started_s=began_s, ended_s=now_s)
+        self.recorder.record(
+            self._slot_phases, outcome.cost, tokens=len(outcome.tokens), started_s=began_s, ended_s=now_s
+        )
         self._deliver(outcome, now_s)
         self._settle(now_s)
         self._changed()
@@ -366,7 +368,7 @@ class EngineCore:
         )
 
     def _changed(self) -> None:
-        self.picture.changed(queue_depth=len(self.scheduler.queue), running=self.scheduler.running)
+        self.recorder.changed(queue_depth=len(self.scheduler.queue), running=self.scheduler.running)
 
     def _closed(self) -> RequestError | None:
         if self.death is not None:

@@ -131,7 +131,7 @@ class BatchEngine:
 
     def watch(self, on_change: Callable[[], None]) -> Watcher:
         """See `Engine.watch`."""
-        return self.core.picture.watch(on_change)
+        return self.core.recorder.watch(on_change)
 
     @asynccontextmanager
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Stream]:

@@ -1,4 +1,4 @@
-"""The live picture of the batch: which row held which slot in each step, for whoever watches.
+"""The record of the live batch that watchers see: which row held which slot in each step.
 
 One ring of steps serves any number of watchers; each has its place in it. Nothing is recorded while nobody watches.
 """
@@ -27,7 +27,7 @@ class _Spent(NamedTuple):
     cost: StepCost
 
 
-class Picture:
+class BatchRecorder:
     """Records steps while somebody watches.
 
     Args:
@@ -48,10 +48,10 @@ class Picture:
         self._recorded = 0  # steps since the start; the last of `_steps` has this number
         self._window: deque[_Spent] = deque()
         self._slot_of: dict[int, int] = {}
-        self._free: list[int] = []  # a heap: the lowest slot is given first, so that the picture stays compact
+        self._free: list[int] = []  # a heap: the lowest slot is given first, so that used slots stay together
 
     def __repr__(self) -> str:
-        return f"<Picture {len(self._watchers)} watchers, {len(self._steps)} steps kept>"
+        return f"<BatchRecorder {len(self._watchers)} watchers, {len(self._steps)} steps kept>"
 
     @property
     def watched(self) -> bool:
@@ -65,12 +65,12 @@ class Picture:
         return watcher
 
     def record(
-        self, lanes: Sequence[tuple[int, RowPhase]], cost: StepCost, *, tokens: int, started_s: float, ended_s: float
+        self, phases: Sequence[tuple[int, RowPhase]], cost: StepCost, *, tokens: int, started_s: float, ended_s: float
     ) -> None:
-        """Take a step: who held a slot (`Scheduler.lanes`), what it cost, and how many tokens of live requests came."""
+        """Take a step: `Scheduler.slot_phases`, what it cost, and how many tokens of live requests came."""
         if not self._watchers:
             return
-        rows = self._place(lanes)
+        rows = self._place(phases)
         self._steps.append(BatchStep(self._ms(started_s), round((ended_s - started_s) * 1000, 3), rows))
         self._recorded += 1
         self._rows += len(rows)
@@ -112,7 +112,7 @@ class Picture:
             useful_decode_slots += cost.useful_decode_slots
             issued += cost.prefill_tokens + cost.decode_slots
             useful += cost.useful_prefill_tokens + cost.useful_decode_slots
-        picture = BatchSnapshot(
+        snapshot = BatchSnapshot(
             t_ms=self._ms(now_s),
             scheduler=self._scheduler,
             slots=self._slots,
@@ -124,18 +124,18 @@ class Picture:
             slot_utilization=round(useful_decode_slots / decode_slots, 4) if decode_slots else None,
             waste_fraction=round(1 - useful / issued, 4) if issued else None,
         )
-        return picture, self._recorded
+        return snapshot, self._recorded
 
-    def _place(self, lanes: Sequence[tuple[int, RowPhase]]) -> tuple[tuple[int, int, RowPhase], ...]:
+    def _place(self, phases: Sequence[tuple[int, RowPhase]]) -> tuple[tuple[int, int, RowPhase], ...]:
         """Every row keeps its slot from its first step to its last; then another may have it."""
-        keys = {key for key, _ in lanes}
+        keys = {key for key, _ in phases}
         for key in [key for key in self._slot_of if key not in keys]:
             heappush(self._free, self._slot_of.pop(key))
-        for key, _ in lanes:
+        for key, _ in phases:
             if key not in self._slot_of:
                 # With none free, the slots given are 0 to n-1.
                 self._slot_of[key] = heappop(self._free) if self._free else len(self._slot_of)
-        return tuple([(self._slot_of[key], key, phase) for key, phase in lanes])
+        return tuple([(self._slot_of[key], key, phase) for key, phase in phases])
 
     def _trim_window(self, now_s: float) -> None:
         since_s = now_s - WINDOW_S
@@ -147,18 +147,18 @@ class Picture:
 
 
 class Watcher:
-    """One who watches; made by `Picture.watch`."""
+    """One who watches; made by `BatchRecorder.watch`."""
 
-    def __init__(self, picture: Picture, on_change: Callable[[], None], seen: int) -> None:
+    def __init__(self, recorder: BatchRecorder, on_change: Callable[[], None], seen: int) -> None:
         self.on_change = on_change
-        self._picture = picture
+        self._recorder = recorder
         self._seen = seen
 
     def take(self, now_s: float) -> BatchSnapshot:
         """The batch at this time, with the steps since the last `take`."""
-        snapshot, self._seen = self._picture.snapshot(self._seen, now_s)
+        snapshot, self._seen = self._recorder.snapshot(self._seen, now_s)
         return snapshot
 
     def close(self) -> None:
         """Watch no more."""
-        self._picture.leave(self)
+        self._recorder.leave(self)

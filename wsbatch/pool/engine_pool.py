@@ -13,7 +13,7 @@ from wsbatch.config import PoolConfig
 from wsbatch.engine.interface import EngineState
 from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.engine.stream import Stream
-from wsbatch.engine.watch import Picture, Watcher
+from wsbatch.engine.watch import BatchRecorder, Watcher
 from wsbatch.errors import Draining, QueueFull, RequestError
 from wsbatch.messages import DEFAULT_PRIORITY, Failed, Finished, GenerateRequest, Hello, Status
 from wsbatch.pool.metrics import PoolMetrics
@@ -50,7 +50,7 @@ class EnginePool:
         self._draining = False
         self._ended = trio.lowlevel.ParkingLot()  # who waits for requests to end, here or on a replica
         self._timers = Timers(self._wake)
-        self._picture = Picture("pool", 0, now_s=trio.current_time())
+        self._recorder = BatchRecorder("pool", 0, now_s=trio.current_time())
         self.metrics.watch(lambda: self._count()[1], lambda: self._count()[0], lambda: None)
         self._pool_metrics = PoolMetrics(
             self.metrics.registry,
@@ -181,7 +181,7 @@ class EnginePool:
 
     def watch(self, on_change: Callable[[], None]) -> Watcher:
         """See `Engine.watch`: only the counts of requests; the steps are the replicas'."""
-        return self._picture.watch(on_change)
+        return self._recorder.watch(on_change)
 
     @asynccontextmanager
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Stream]:
@@ -300,7 +300,7 @@ class EnginePool:
 
     def _tell_watchers(self) -> None:
         waiting, running = self._count()
-        self._picture.changed(queue_depth=waiting, running=running)
+        self._recorder.changed(queue_depth=waiting, running=running)
 
     def _count(self) -> tuple[int, int]:
         """Requests that wait, and that run."""

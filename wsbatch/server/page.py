@@ -23,7 +23,7 @@ FILES = (
     "page.js",
     "answer.js",
     "batch.js",
-    "lanes.js",
+    "timeline.js",
     "link.js",
     "pane.js",
     "sampling.js",

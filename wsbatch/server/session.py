@@ -37,7 +37,7 @@ from wsbatch.messages import (
 from wsbatch.server.connection import Connection, Disconnected, Received
 from wsbatch.server.patience import Patience
 from wsbatch.server.wake import Wake
-from wsbatch.server.watch import Watching
+from wsbatch.server.watch import WatchPacer
 from wsbatch.wire import PROTOCOL_VERSION, Codec, DecodeError
 
 # Answers (errors, pongs) that a client may leave unread before it is taken for a flood.
@@ -101,7 +101,7 @@ class Session:
         self._ready: dict[Stream, None] = {}  # insertion order is the order of turns
         self._tells_starts = False
         self._wake = Wake()
-        self._watching = Watching(engine, wake=self._wake.set)  # not itself: a cycle would outlive the connection
+        self._watch = WatchPacer(engine, wake=self._wake.set)  # not itself: a cycle would outlive the connection
         self._writing = trio.CancelScope()
         self._closing: tuple[int, str] | None = None
         self._open_until_s = -inf
@@ -128,7 +128,7 @@ class Session:
                 if not self._parting:
                     nursery.cancel_scope.cancel()
         finally:
-            self._watching.stop()
+            self._watch.stop()
             self._cancel_live()
             self._live.clear()  # their streams hold this session
             self._ready.clear()
@@ -193,11 +193,11 @@ class Session:
                 self._tells_starts = True
                 self._answer(self._engine.status())
             case Watch() if self._config.allow_watch:
-                self._watching.start(nursery)
+                self._watch.start(nursery)
             case Watch():
                 self._refuse(None, BadRequest("watch: this server does not let its batch be watched (allow_watch)"))
             case Unwatch():
-                self._watching.stop()
+                self._watch.stop()
 
     async def _decode(self, data: bytes | str) -> ClientMessage:
         steps = self._codec.decoding(data)
@@ -303,12 +303,12 @@ class Session:
     async def _write_all(self) -> tuple[int, str]:
         """Returns how to close, once all is written that was to be."""
         while True:
-            while self._answers or self._ready or self._watching.due:
+            while self._answers or self._ready or self._watch.due:
                 if self._answers:
                     await self._send(self._answers.popleft())
                     continue
-                if self._watching.due:  # at its own pace, so that neither it nor the streams can starve the other
-                    await self._send(self._watching.take())
+                if self._watch.due:  # at its own pace, so that neither it nor the streams can starve the other
+                    await self._send(self._watch.take())
                     if not self._ready:
                         continue
                 stream = next(iter(self._ready))

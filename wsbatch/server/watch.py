@@ -9,11 +9,11 @@ from wsbatch.engine.interface import Engine
 from wsbatch.engine.watch import WINDOW_S, Watcher
 from wsbatch.messages import BatchSnapshot
 
-# At most ten frames a second: a picture moves, and 32 watchers cost the event loop little.
+# At most ten frames a second: a snapshot is small, and 32 watchers cost the event loop little.
 INTERVAL_S = 0.1
 
 
-class Watching:
+class WatchPacer:
     """A subscription that can be started and stopped any number of times without a frame too many.
 
     What happens while the connection is busy gathers in the engine's own ring, bounded: the writer never finds more

@@ -9,7 +9,7 @@ from wsbatch.batching.fairness import NOBODY, Client
 from wsbatch.engine.interface import EngineState
 from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.engine.stream import Stream
-from wsbatch.engine.watch import Picture, Watcher
+from wsbatch.engine.watch import BatchRecorder, Watcher
 from wsbatch.errors import Draining, EngineDead, RequestError
 from wsbatch.messages import (
     DEFAULT_PRIORITY,
@@ -33,7 +33,7 @@ class ScriptedEngine:
         submitting: requests whose `submit` has not returned.
         submit_s: how long `submit` takes, as tokenising would.
         cancellable: whether a `submit` that is cancelled ends at once; a thread that tokenises does not.
-        picture: what watchers see; a test records its steps.
+        recorder: what watchers see; a test records its steps.
         clients: who made each request, in order.
         refuse: what `submit` raises and `refusal` returns; None lets everything in.
     """
@@ -48,7 +48,7 @@ class ScriptedEngine:
         self.submit_s = submit_s
         self.cancellable = True
         self.refuse: RequestError | None = None
-        self.picture = Picture("continuous", 8, now_s=trio.current_time())
+        self.recorder = BatchRecorder("continuous", 8, now_s=trio.current_time())
         self._produced: dict[Stream, int] = {}
         self._changed = trio.Event()
         self._death: EngineDead | None = None
@@ -105,8 +105,8 @@ class ScriptedEngine:
         return Status(self.state, 0, len(self.live), 0, left, 8, 0.0, 0.0, retry_after_ms)
 
     def watch(self, on_change: Callable[[], None]) -> Watcher:
-        """Watch `picture`."""
-        return self.picture.watch(on_change)
+        """Watch `recorder`."""
+        return self.recorder.watch(on_change)
 
     @asynccontextmanager
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Stream]:
@@ -178,6 +178,6 @@ class ScriptedEngine:
         self._notify()
 
     def _notify(self) -> None:
-        self.picture.changed(queue_depth=0, running=len(self.live))
+        self.recorder.changed(queue_depth=0, running=len(self.live))
         self._changed.set()
         self._changed = trio.Event()

@@ -4,33 +4,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wsbatch.batching.costs import StepCost
-from wsbatch.engine.watch import MAX_ROWS, WINDOW_S, Picture
+from wsbatch.engine.watch import MAX_ROWS, WINDOW_S, BatchRecorder
 from wsbatch.messages import RowPhase
 
 
 class Recording:
-    """A picture and its clock."""
+    """A recorder and its clock."""
 
     def __init__(self, slots: int = 4) -> None:
         self.now_s = 100.0
         self.changes = 0
-        self.picture = Picture("dynamic", slots, now_s=self.now_s)
-        self.picture.changed(queue_depth=3, running=2)
+        self.recorder = BatchRecorder("dynamic", slots, now_s=self.now_s)
+        self.recorder.changed(queue_depth=3, running=2)
 
     def note(self) -> None:
         self.changes += 1
 
-    def step(self, *lanes: tuple[int, RowPhase], ms: float = 10.0, useful: int | None = None) -> None:
+    def step(self, *phases: tuple[int, RowPhase], ms: float = 10.0, useful: int | None = None) -> None:
         started_s = self.now_s
         self.now_s += ms / 1000
-        useful = len(lanes) if useful is None else useful
-        cost = StepCost(len(lanes), 0, 0, len(lanes), useful, ms / 1000)
-        self.picture.record(lanes, cost, tokens=useful, started_s=started_s, ended_s=self.now_s)
+        useful = len(phases) if useful is None else useful
+        cost = StepCost(len(phases), 0, 0, len(phases), useful, ms / 1000)
+        self.recorder.record(phases, cost, tokens=useful, started_s=started_s, ended_s=self.now_s)
 
 
 def test_a_snapshot_has_the_steps_since_the_one_before() -> None:
     recording = Recording()
-    watcher = recording.picture.watch(recording.note)
+    watcher = recording.recorder.watch(recording.note)
     recording.step((7, "prefill"), (8, "prefill"))
     recording.step((7, "decode"), (8, "kept"), useful=1)
     snapshot = watcher.take(recording.now_s)
@@ -51,22 +51,22 @@ def test_a_snapshot_has_the_steps_since_the_one_before() -> None:
 def test_nothing_is_recorded_while_nobody_watches_or_from_before() -> None:
     recording = Recording()
     recording.step((1, "decode"))
-    watcher = recording.picture.watch(recording.note)
+    watcher = recording.recorder.watch(recording.note)
     assert (watcher.take(recording.now_s).steps, watcher.take(recording.now_s).slot_utilization) == ((), None)
     recording.step((1, "decode"))
     watcher.close()
-    assert not recording.picture.watched
+    assert not recording.recorder.watched
     recording.step((1, "decode"))
     assert recording.changes == 1
-    snapshot = recording.picture.watch(recording.note).take(recording.now_s)
+    snapshot = recording.recorder.watch(recording.note).take(recording.now_s)
     assert (snapshot.steps, snapshot.steps_dropped, snapshot.tokens_per_s) == ((), 0, 0.0)
 
 
 def test_watchers_have_each_their_own_place() -> None:
     recording = Recording()
-    first = recording.picture.watch(recording.note)
+    first = recording.recorder.watch(recording.note)
     recording.step((1, "decode"))
-    second = recording.picture.watch(recording.note)
+    second = recording.recorder.watch(recording.note)
     recording.step((1, "decode"))
     assert (len(first.take(recording.now_s).steps), len(second.take(recording.now_s).steps)) == (2, 1)
     first.close()
@@ -76,7 +76,7 @@ def test_watchers_have_each_their_own_place() -> None:
 
 def test_rates_are_of_the_last_second() -> None:
     recording = Recording()
-    watcher = recording.picture.watch(recording.note)
+    watcher = recording.recorder.watch(recording.note)
     recording.step((1, "decode"), (2, "kept"), useful=1)
     recording.now_s += WINDOW_S - 0.001
     assert watcher.take(recording.now_s).slot_utilization == 0.5
@@ -87,10 +87,10 @@ def test_rates_are_of_the_last_second() -> None:
 
 def test_what_nobody_takes_is_bounded_and_the_loss_is_told() -> None:
     recording = Recording()
-    watcher = recording.picture.watch(recording.note)
-    lanes: list[tuple[int, RowPhase]] = [(key, "decode") for key in range(1000)]
+    watcher = recording.recorder.watch(recording.note)
+    phases: list[tuple[int, RowPhase]] = [(key, "decode") for key in range(1000)]
     for _ in range(10):
-        recording.step(*lanes)
+        recording.step(*phases)
     snapshot = watcher.take(recording.now_s)
     assert sum(len(step.rows) for step in snapshot.steps) <= MAX_ROWS
     assert (len(snapshot.steps), snapshot.steps_dropped) == (4, 6)
@@ -99,7 +99,7 @@ def test_what_nobody_takes_is_bounded_and_the_loss_is_told() -> None:
 
 def test_a_slot_is_kept_to_the_end_and_the_lowest_free_one_is_given() -> None:
     recording = Recording()
-    watcher = recording.picture.watch(recording.note)
+    watcher = recording.recorder.watch(recording.note)
     recording.step((1, "decode"), (2, "decode"), (3, "decode"))
     recording.step((1, "decode"), (3, "decode"))
     recording.step((4, "prefill"), (3, "decode"), (5, "prefill"))
@@ -110,7 +110,7 @@ def test_a_slot_is_kept_to_the_end_and_the_lowest_free_one_is_given() -> None:
 @given(st.lists(st.sets(st.integers(0, 11), max_size=8), max_size=30))
 def test_no_two_rows_share_a_slot_and_none_is_beyond_the_slots(steps: list[set[int]]) -> None:
     recording = Recording(slots=8)
-    watcher = recording.picture.watch(recording.note)
+    watcher = recording.recorder.watch(recording.note)
     before: dict[int, int] = {}
     for keys in steps:
         recording.step(*[(key, "decode") for key in sorted(keys)])

@@ -1,4 +1,4 @@
-/** The picture of the batch: one lane for each slot, time running to the left, each row's phases drawn as they come. */
+/** The timeline of the batch: one line for each slot, time running to the left, phases drawn as they come. */
 
 const WINDOW_MS = 10_000;
 // Frames come ten times a second; the right edge lags a little more than that, so that it is never empty.
@@ -6,10 +6,10 @@ const LAG_MS = 180;
 // Steps of one row and one phase that follow each other this closely are one stroke: between two steps the scheduler
 // decides, which is nobody's idleness.
 const JOIN_MS = 10;
-const MOST_LANES = 64;
+const MAX_SLOTS = 64;
 const GUTTER_PX = 26;
 
-export class Lanes {
+export class Timeline {
   #canvas;
   #spans = []; // for each slot, oldest first: {key, phase, from, to}
   #offset = null; // the page's clock minus the server's; the smallest seen, since delays only add to it
@@ -41,17 +41,17 @@ export class Lanes {
   take(frame) {
     const offset = performance.now() - frame.t_ms;
     this.#offset = this.#offset === null ? offset : Math.min(this.#offset, offset);
-    this.#slots = Math.min(frame.slots, MOST_LANES);
+    this.#slots = Math.min(frame.slots, MAX_SLOTS);
     while (this.#spans.length < this.#slots) this.#spans.push([]);
     for (const step of frame.steps) {
       const end = step.t_ms + step.ms;
       this.#lastStep = end;
       for (const [slot, key, phase] of step.rows) {
         if (slot >= this.#slots) continue;
-        const lane = this.#spans[slot];
-        const last = lane.at(-1);
+        const spans = this.#spans[slot];
+        const last = spans.at(-1);
         if (last && last.key === key && last.phase === phase && step.t_ms - last.to <= JOIN_MS) last.to = end;
-        else lane.push({ key, phase, from: step.t_ms, to: end });
+        else spans.push({ key, phase, from: step.t_ms, to: end });
       }
     }
     this.#schedule();
@@ -84,8 +84,8 @@ export class Lanes {
 
   #draw() {
     const canvas = this.#canvas;
-    const laneHeight = Math.max(5, Math.min(18, Math.floor(220 / Math.max(1, this.#slots))));
-    const height = Math.max(1, this.#slots) * laneHeight + 16;
+    const slotHeight = Math.max(5, Math.min(18, Math.floor(220 / Math.max(1, this.#slots))));
+    const height = Math.max(1, this.#slots) * slotHeight + 16;
     const width = canvas.clientWidth;
     const scale = devicePixelRatio || 1;
     if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
@@ -102,23 +102,23 @@ export class Lanes {
     context.font = "10px system-ui, sans-serif";
     context.textBaseline = "middle";
     for (let slot = 0; slot < this.#slots; slot++) {
-      const top = slot * laneHeight;
-      context.fillStyle = this.#colour("lane");
-      context.fillRect(GUTTER_PX, top, width - GUTTER_PX, laneHeight - 1);
-      if (laneHeight >= 9 || slot % 4 === 0) {
+      const top = slot * slotHeight;
+      context.fillStyle = this.#colour("idle");
+      context.fillRect(GUTTER_PX, top, width - GUTTER_PX, slotHeight - 1);
+      if (slotHeight >= 9 || slot % 4 === 0) {
         context.fillStyle = this.#colour("soft");
         context.textAlign = "right";
-        context.fillText(String(slot + 1), GUTTER_PX - 5, top + laneHeight / 2);
+        context.fillText(String(slot + 1), GUTTER_PX - 5, top + slotHeight / 2);
       }
-      this.#drawLane(context, this.#spans[slot], { top, height: laneHeight - 1, begin, now, x });
+      this.#drawSlot(context, this.#spans[slot], { top, height: slotHeight - 1, begin, now, x });
     }
-    this.#drawAxis(context, { x, now, top: this.#slots * laneHeight, width });
+    this.#drawAxis(context, { x, now, top: this.#slots * slotHeight, width });
   }
 
-  #drawLane(context, lane, { top, height, begin, now, x }) {
-    while (lane.length > 0 && lane[0].to < begin) lane.shift();
+  #drawSlot(context, spans, { top, height, begin, now, x }) {
+    while (spans.length > 0 && spans[0].to < begin) spans.shift();
     let before = null;
-    for (const { key, phase, from, to } of lane) {
+    for (const { key, phase, from, to } of spans) {
       if (from > now) break;
       const left = x(Math.max(from, begin));
       const right = Math.max(left + 1, x(Math.min(to, now)));
@@ -145,7 +145,7 @@ export class Lanes {
     const ink = tile.getContext("2d");
     ink.fillStyle = this.#colour("kept");
     ink.fillRect(0, 0, 6, 6);
-    ink.strokeStyle = this.#colour("lane");
+    ink.strokeStyle = this.#colour("idle");
     ink.lineWidth = 1.5;
     for (const shift of [-6, 0, 6]) {
       ink.beginPath();

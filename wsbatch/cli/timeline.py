@@ -1,4 +1,4 @@
-"""The live batch as rows of characters: a cell for each slot and each tenth of a second or so."""
+"""The timeline of the live batch as rows of characters: a cell for each slot and each tenth of a second or so."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from wsbatch.messages import BatchSnapshot
 
 IDLE = "idle"
 
-# More lanes than a screen has lines.
+# More slots than a screen has lines.
 _MOST_SLOTS = 256
 
 # Told apart without colours too. The names are those of the phases on the wire, and idle.
 GLYPHS = {"prefill": "▓", "decode": "█", "kept": "░", "held": "·", IDLE: " "}
 
 
-class Strips:
+class Timeline:
     """What each slot has done lately, in cells of equal time.
 
     Args:
@@ -79,7 +79,7 @@ def _longest(times_ms: dict[str, float], cell_ms: float) -> str:
 
 
 def numbers(snapshot: BatchSnapshot) -> Sequence[tuple[str, str]]:
-    """Names and values of what stands above the lanes."""
+    """Names and values of what stands above the timeline."""
     return (
         ("scheduler", without_controls(" ".join(snapshot.scheduler.split()))),
         ("running", f"{snapshot.running}/{snapshot.slots}"),

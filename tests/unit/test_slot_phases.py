@@ -43,11 +43,11 @@ def test_rows_of_a_padded_batch_that_are_over_are_kept() -> None:
     scheduler = dynamic()
     step = launch(scheduler)
     assert isinstance(step.plan, PaddedStart)
-    assert list(scheduler.lanes()) == [(1, "prefill"), (2, "prefill")]
+    assert list(scheduler.slot_phases()) == [(1, "prefill"), (2, "prefill")]
     complete(scheduler, step, 2)
     scheduler.end(1, 100.0)
     step = launch(scheduler)
-    assert list(scheduler.lanes()) == [(1, "kept"), (2, "decode")]
+    assert list(scheduler.slot_phases()) == [(1, "kept"), (2, "decode")]
 
 
 def test_a_row_that_compaction_drops_holds_no_slot() -> None:
@@ -55,7 +55,7 @@ def test_a_row_that_compaction_drops_holds_no_slot() -> None:
     complete(scheduler, launch(scheduler), 2)
     scheduler.end(1, 100.0)
     assert launch(scheduler).plan == PaddedDecode(keep=(1,))
-    assert list(scheduler.lanes()) == [(2, "decode")]
+    assert list(scheduler.slot_phases()) == [(2, "decode")]
 
 
 def test_a_row_without_room_for_its_next_token_is_held() -> None:
@@ -66,7 +66,7 @@ def test_a_row_without_room_for_its_next_token_is_held() -> None:
     seen = []
     for _ in range(4):
         step = launch(scheduler)
-        seen.append(list(scheduler.lanes()))
+        seen.append(list(scheduler.slot_phases()))
         complete(scheduler, step, 0)
     assert seen[0] == [(1, "prefill"), (2, "prefill")]
     assert seen[1] == [(1, "decode"), (2, "decode")]
