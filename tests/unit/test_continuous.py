@@ -256,8 +256,9 @@ def test_a_row_that_waits_is_preempted_once_a_row_before_it_needs_a_block() -> N
     assert [step(batch), batch.preemptions] == [[(1, 8, 1)], 1]
 
 
-def test_preempted_often_enough_a_row_has_its_whole_length_reserved() -> None:
-    batch = preempting(max_preemptions=1)
+def test_preempted_often_enough_a_row_has_its_whole_length_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wsbatch.batching.rows.MAX_PREEMPTIONS", 1)
+    batch = preempting()
     batch.end(1, 0.0)
     assert step(batch) == [(2, 9, 1), (3, 0, 8)]
     while batch.preemptions == 1:
@@ -268,19 +269,6 @@ def test_preempted_often_enough_a_row_has_its_whole_length_reserved() -> None:
     batch.end(3, 0.0)
     assert step(batch)[0][:2] == (2, 0)
     assert batch.preemptions == 2
-
-
-def test_without_preemptions_the_whole_length_is_reserved_at_admission() -> None:
-    batch = scheduler(blocks=8, max_preemptions=0)
-    for key in (1, 2, 3):
-        add(batch, key, 4, max_new=13)  # 16 positions each, the last token's is never written
-    assert [row[0] for row in step(batch)] == [1, 2]
-    for _ in range(12):
-        assert [row[0] for row in step(batch)] == [1, 2]
-    assert batch.preemptions == 0
-    batch.end(1, 0.0)
-    batch.end(2, 0.0)
-    assert step(batch)[0][0] == 3
 
 
 def test_nothing_is_planned_beyond_max_new_tokens() -> None:
@@ -475,7 +463,6 @@ def test_one_decision_at_a_time_and_one_id_a_sample() -> None:
         ({"max_batch_size": 0}, "max_batch_size is 0: must be at least 1"),
         ({"prefill_chunk_tokens": 0}, "prefill_chunk_tokens is 0: must be at least 1"),
         ({"max_batch_prefill_tokens": 7}, "max_batch_prefill_tokens is 7: must be at least 8"),
-        ({"max_preemptions": -1}, "max_preemptions is -1: must be at least 0"),
     ],
 )
 def test_bounds_are_named(changes: dict[str, int], message: str) -> None:

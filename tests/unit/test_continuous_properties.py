@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from wsbatch.batching import rows
 from wsbatch.batching.blocks import BlockPool
 from wsbatch.batching.continuous import ContinuousScheduler
 from wsbatch.batching.queue import Work
@@ -50,9 +51,10 @@ class Seen:
 
 
 class Oracle:
-    def __init__(self, scheduler: ContinuousScheduler, limits: dict[str, int]) -> None:
+    def __init__(self, scheduler: ContinuousScheduler, limits: dict[str, int], max_preemptions: int) -> None:
         self.scheduler = scheduler
         self.limits = limits
+        self.max_preemptions = max_preemptions
         self.kv: dict[tuple[int, int], tuple[int, ...] | None] = {}
         self.live: dict[int, Seen] = {}
         self.all: dict[int, Seen] = {}
@@ -140,14 +142,12 @@ class Oracle:
     def check_victims(self, victims: set[int]) -> None:
         """Only the least urgent of those that may be preempted are; what is planned keeps the order in each phase."""
         remaining = [
-            seen.work.order
-            for seen in self.live.values()
-            if seen.runs and seen.preempted < self.limits["max_preemptions"]
+            seen.work.order for seen in self.live.values() if seen.runs and seen.preempted < self.max_preemptions
         ]
         for key in victims:
             seen = self.live[key]
             seen.preempted += 1
-            assert seen.preempted <= self.limits["max_preemptions"]
+            assert seen.preempted <= self.max_preemptions
             assert not remaining or max(remaining) < seen.work.order
 
     def check_budgets(self, plan: PagedStep, decoding: set[int], preempted: set[int]) -> None:
@@ -263,7 +263,7 @@ configs = st.fixed_dictionaries(
         "max_batch_size": st.integers(1, 5),
         "prefill_chunk_tokens": st.integers(1, 9),
         "extra_prefill_tokens": st.integers(0, 12),
-        "max_preemptions": st.integers(0, 3),
+        "max_preemptions": st.integers(1, 3),
         "total_blocks": st.integers(2, 14),
         "block_tokens": st.integers(1, 5),
         "prefix_cache": st.booleans(),
@@ -292,42 +292,53 @@ def make(config: dict[str, Any]) -> Oracle:
     pool = BlockPool(
         limits.pop("total_blocks"), limits.pop("block_tokens"), prefix_cache=bool(limits.pop("prefix_cache"))
     )
-    return Oracle(ContinuousScheduler(pool=pool, **limits), limits)
+    max_preemptions = limits.pop("max_preemptions")
+    return Oracle(ContinuousScheduler(pool=pool, **limits), limits, max_preemptions)
 
 
-def play(oracle: Oracle, trace: list[tuple[Any, ...]]) -> None:
-    """Apply the trace, then run until everyone is done."""
-    most = oracle.scheduler.max_request_tokens
-    for event in trace:
-        if event[0] == "add":
-            _, length, own, max_new, priority = event
+def prompt_of(length: int, own: int) -> tuple[int, ...]:
+    """So many tokens, of which the first `own` are those of every other prompt; 0: all are."""
+    shared = [0, 1, 1, 0, 0, 0, 1, 1, 0, 1] * 3
+    return tuple(shared[:own] + [(index + own) % VOCAB for index in range(own, length)] if own else shared)[:length]
+
+
+def apply(oracle: Oracle, event: tuple[Any, ...]) -> None:
+    match event:
+        case ("add", length, own, max_new, priority):
+            most = oracle.scheduler.max_request_tokens
             length = min(length, most - 1)
-            shared = [0, 1, 1, 0, 0, 0, 1, 1, 0, 1] * 3
-            prompt = tuple(shared[:own] + [(index + own) % VOCAB for index in range(own, length)] if own else shared)
-            oracle.add(prompt[:length], min(max_new, most - length), priority)
-        elif event[0] == "step":
-            for _ in range(event[1]):
+            oracle.add(prompt_of(length, own), min(max_new, most - length), priority)
+        case ("step", count):
+            for _ in range(count):
                 if oracle.decide():
                     oracle.complete()
-        elif event[0] == "end" and oracle.live:
-            oracle.end(sorted(oracle.live)[event[1] % len(oracle.live)])
+        case ("end", number) if oracle.live:
+            oracle.end(sorted(oracle.live)[number % len(oracle.live)])
             oracle.collect()
-        elif event[0] == "end in flight" and oracle.live and oracle.decide():
-            oracle.end(sorted(oracle.live)[event[1] % len(oracle.live)])
+        case ("end in flight", number, fails) if oracle.live and oracle.decide():
+            oracle.end(sorted(oracle.live)[number % len(oracle.live)])
             oracle.collect()
-            if event[2]:
+            if fails:
                 oracle.abort()
             else:
                 oracle.complete()
-        elif event[0] == "abort" and oracle.decide():
+        case ("abort",) if oracle.decide():
             oracle.abort()
-    while oracle.decide():
-        oracle.complete()
-        work_at_most = sum(
-            (1 + oracle.limits["max_preemptions"]) * (len(seen.work.token_ids) + seen.work.max_new_tokens)
-            for seen in oracle.all.values()
-        )
-        assert oracle.steps <= work_at_most, "every step computes something, and nothing is recomputed for ever"
+
+
+def play(oracle: Oracle, trace: list[tuple[Any, ...]]) -> None:
+    """Apply the trace, then run until everyone is done. With fewer preemptions a row, short traces use them up."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "MAX_PREEMPTIONS", oracle.max_preemptions)
+        for event in trace:
+            apply(oracle, event)
+        while oracle.decide():
+            oracle.complete()
+            work_at_most = sum(
+                (1 + oracle.max_preemptions) * (len(seen.work.token_ids) + seen.work.max_new_tokens)
+                for seen in oracle.all.values()
+            )
+            assert oracle.steps <= work_at_most, "every step computes something, and nothing is recomputed for ever"
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -343,7 +354,7 @@ def test_any_trace(config: dict[str, Any], trace: list[tuple[Any, ...]]) -> None
         assert tuple(seen.emitted) == continuation(seen.work.token_ids, len(seen.emitted))
         length = len(seen.work.token_ids) + seen.work.max_new_tokens
         assert seen.computed <= (1 + seen.restarts) * (length - 1)
-        assert seen.restarts <= oracle.limits["max_preemptions"]
+        assert seen.restarts <= oracle.max_preemptions
 
 
 scarce_blocks = st.fixed_dictionaries(
@@ -351,7 +362,7 @@ scarce_blocks = st.fixed_dictionaries(
         "max_batch_size": st.integers(2, 5),
         "prefill_chunk_tokens": st.integers(2, 9),
         "extra_prefill_tokens": st.integers(0, 12),
-        "max_preemptions": st.integers(0, 2),
+        "max_preemptions": st.integers(1, 2),
         "total_blocks": st.integers(4, 12),
         "block_tokens": st.integers(1, 2),
         "prefix_cache": st.booleans(),

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from wsbatch.batching.blocks import BlockPool
 from wsbatch.batching.continuous import ContinuousScheduler
-from wsbatch.batching.costs import FittedCosts, choose_chunk
+from wsbatch.batching.costs import FittedCosts
+from wsbatch.batching.prefill import choose_chunk
 from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Step
 from wsbatch.messages import SamplingParams

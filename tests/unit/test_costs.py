@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from wsbatch.batching.costs import PrefillBound, StepCost, StepCostFit
+from wsbatch.batching.costs import StepCost, StepCostFit
+from wsbatch.batching.prefill import PrefillBound
 
 
 def cost(decode_rows: int, prefill_tokens: int, seconds: float) -> StepCost:

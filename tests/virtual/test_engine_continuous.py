@@ -113,7 +113,7 @@ async def test_an_itl_goal_chooses_the_chunk(autojump_clock: MockClock) -> None:
         await trio.sleep(1.0)
         tuned_s = trio.current_time()
         await ending(await engine.submit(request(tokens=4, prompt="x" * 2000)))
-        assert engine.scheduler.prefill_chunk_tokens in range(56, 66)  # type: ignore[attr-defined]
+        assert engine.scheduler.prefill_budget.chunk_tokens in range(56, 66)  # type: ignore[attr-defined]
     gaps = [later - sooner for row in times for sooner, later in pairwise(row) if sooner > tuned_s]
     assert 0.040 < max(gaps) <= 0.051
 

@@ -90,8 +90,8 @@ class Ledger:
         self.costs.record(cost)
         for key in keys:
             company = self._company.get(key)
-            if company is not None:
-                company.max_size = max(company.max_size, cost.rows)
+            if company is not None and company.max_size < cost.rows:
+                company.max_size = cost.rows
 
     def report(self, key: int) -> RowReport | None:
         """What all the steps since this request joined cost; None for one that is not here."""

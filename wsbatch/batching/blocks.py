@@ -154,24 +154,31 @@ class BlockPool:
         free = Counter(self._free)
         rank = {block: place for place, block in enumerate(self._cached)}
         for block, content in enumerate(self._content):
-            if self._references[block] != held[block]:
-                self._broken(block, f"has {self._references[block]} references and {held[block]} holders")
-            if (held[block] > 0) + free[block] + (block in rank) != 1:
-                self._broken(block, f"has {held[block]} holders, is {free[block]} times free, cached: {block in rank}")
-            if content is None:
-                if block in rank:
-                    self._broken(block, "is cached without content")
-                continue
-            if free[block] or self._index.get(content) != block:
-                self._broken(block, "has content under which it cannot be found")
-            parent = content[0]
-            if parent != _ROOT:
-                if self._content[parent] is None:
-                    self._broken(block, f"comes after block {parent}, which the index does not know")
-                if not held[parent] and (held[block] or rank[parent] < rank[block]):
-                    self._broken(block, f"would be evicted after block {parent}, which comes before it")
+            self._check_state(block, held[block], free[block], cached=block in rank)
+            if content is not None:
+                if free[block] or self._index.get(content) != block:
+                    self._broken(block, "has content under which it cannot be found")
+                self._check_parent(block, content[0], held, rank)
         if len(self._index) != sum(content is not None for content in self._content):
             raise RuntimeError(f"{self!r}: the index has {len(self._index)} entries, not one for each known block")
+
+    def _check_state(self, block: int, holders: int, times_free: int, *, cached: bool) -> None:
+        """It is in one of the three states, and each holder has a reference."""
+        if self._references[block] != holders:
+            self._broken(block, f"has {self._references[block]} references and {holders} holders")
+        if (holders > 0) + times_free + cached != 1:
+            self._broken(block, f"has {holders} holders, is {times_free} times free, cached: {cached}")
+        if cached and self._content[block] is None:
+            self._broken(block, "is cached without content")
+
+    def _check_parent(self, block: int, parent: int, held: Counter[int], rank: dict[int, int]) -> None:
+        """The block before it is known, and stays so for as long as this one."""
+        if parent == _ROOT:
+            return
+        if self._content[parent] is None:
+            self._broken(block, f"comes after block {parent}, which the index does not know")
+        if not held[parent] and (held[block] or rank[parent] < rank[block]):
+            self._broken(block, f"would be evicted after block {parent}, which comes before it")
 
     def _broken(self, block: int, why: str) -> None:
         raise RuntimeError(f"{self!r}: block {block} {why}")

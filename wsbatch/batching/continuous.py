@@ -12,14 +12,13 @@ from collections.abc import Sequence
 
 from wsbatch.batching.accounting import Ledger, RowReport
 from wsbatch.batching.blocks import BlockPool
-from wsbatch.batching.costs import PrefillBound, StepCost, choose_chunk
+from wsbatch.batching.costs import StepCost
+from wsbatch.batching.prefill import PrefillBudget
 from wsbatch.batching.queue import WaitingQueue, Work
 from wsbatch.batching.rows import Row, Rows
 from wsbatch.batching.scheduler import PROBE, CacheStats, Decision, Idle, Release, RowToken, Step, StepOutcome
 from wsbatch.messages import RowPhase, SamplingParams
 from wsbatch.steps import PagedRow, PagedStep, StepResult
-
-_TUNE_STEPS = 16
 
 
 class ContinuousScheduler:
@@ -40,34 +39,34 @@ class ContinuousScheduler:
         max_batch_prefill_tokens: int,
         prefill_chunk_tokens: int,
         pool: BlockPool,
-        max_preemptions: int = 3,
         itl_slo_s: float | None = None,
         max_step_s: float | None = None,
     ) -> None:
-        """`itl_slo_s`: the goal for a step that decodes; the chunk then follows from the costs of the steps so far.
+        """`itl_slo_s` and `max_step_s` bound the prompt tokens of a step further: see `PrefillBudget`.
 
-        `max_step_s`: no step is given more prompt tokens than it can compute in this time, as far as the steps so far
-        tell; the first ones are small. None: there is no such bound.
-        `max_preemptions` 0 reserves each request's whole length at admission. ValueError: a value out of bounds.
+        ValueError: a value out of bounds.
         """
         for name, value, least in (
             ("max_batch_size", max_batch_size, 1),
             ("prefill_chunk_tokens", prefill_chunk_tokens, 1),
             ("max_batch_prefill_tokens", max_batch_prefill_tokens, prefill_chunk_tokens),
-            ("max_preemptions", max_preemptions, 0),
         ):
             if value < least:
                 raise ValueError(f"{name} is {value}: must be at least {least}")
         self.queue = WaitingQueue()  # requests that never ran; the preempted are not among them
         self.ledger = Ledger()
         self.pool = pool
+        self.prefill_budget = PrefillBudget(
+            most_tokens=max_batch_prefill_tokens,
+            chunk_tokens=prefill_chunk_tokens,
+            block_tokens=pool.block_tokens,
+            costs=self.ledger.costs,
+            itl_slo_s=itl_slo_s,
+            max_step_s=max_step_s,
+        )
         self._max_batch_size = max_batch_size
-        self._max_batch_prefill_tokens = max_batch_prefill_tokens
-        self.prefill_chunk_tokens = prefill_chunk_tokens
-        self._itl_slo_s = itl_slo_s
-        self._bound = None if max_step_s is None else PrefillBound(max_step_s, self.ledger.costs)
         self._block_tokens = pool.block_tokens
-        self._rows = Rows(pool, max_preemptions)
+        self._rows = Rows(pool)
         self._live: dict[int, Row] = {}
         self._flight: list[Row] = []  # the rows of the step in flight, in plan order
         self._head: Row | None = None  # made of the first in the queue, kept while that has no room
@@ -107,86 +106,32 @@ class ContinuousScheduler:
         """One step: the decodes, then the next chunks of running prefills, then requests that start or come back."""
         if self._flight:
             raise RuntimeError(f"{self!r}: decide was called while a step is in flight")
-        rows = self._rows
-        preemptions = rows.preemptions
-        decodes = [row for row in rows.running if row.computed >= row.prompt_end and len(row.tokens) < row.limit]
-        prefills = [row for row in rows.running if row.computed < row.prompt_end]
-        plan: list[Row] = []
-        for row in decodes:
-            # without a table it was preempted a moment ago, by a row before it
-            if row.computed < len(row.table) * self._block_tokens or (row.table and rows.grow(row, 1)):
-                row.planned = 1
-                plan.append(row)
-        budget = self.prefill_chunk_tokens if decodes else self._max_batch_prefill_tokens
-        if self._bound is not None and (prefills or rows.preempted or len(self.queue)):
-            budget = min(budget, self._bound.tokens(decode_rows=len(decodes)))
-        for row in prefills:
-            if budget and row.table:
-                row.planned = rows.grow(row, min(budget, row.prompt_end - row.computed))
-                budget -= row.planned
-                plan.append(row)
+        preemptions = self._rows.preemptions
+        decoding, prefilling = self._rows.decoding(), self._rows.prefilling()
+        plan = self._plan_decodes(decoding)
         started: list[int] = []
-        # with budget left, every running prompt is planned to its end and has its blocks, or there are none at all
-        while budget and len(rows.running) < self._max_batch_size and rows.preemptions == preemptions:
-            candidate = self._candidate()
-            if candidate is None or not rows.enter(candidate):
-                break
-            if candidate.work.key not in self._live:
-                self._start(candidate)
-                started.append(candidate.work.key)
-            candidate.planned = rows.grow(candidate, min(budget, candidate.prompt_end - candidate.computed))
-            budget -= candidate.planned
-            plan.append(candidate)
+        if prefilling or self._rows.preempted or len(self.queue):
+            budget = self.prefill_budget.tokens(decode_rows=len(decoding))
+            budget -= self._plan_chunks(prefilling, budget, plan)
+            if self._rows.preemptions == preemptions:
+                started = self._let_in(budget, plan)
         self._flight = [row for row in plan if row.planned]  # some were preempted after they were planned
         if self._flight:
             return Step(PagedStep(tuple([_paged_row(row) for row in self._flight])), tuple(started))
-        if not self._live and self.pool.used:
-            # `check` finds out more, but looks at every block: too long for an event loop where the pool is large
-            raise RuntimeError(f"{self!r}: nobody is live and blocks are in use")
+        self._check_idle()
         return Idle()
 
     def complete(self, result: StepResult, now_s: float) -> StepOutcome:
         """Take the step's tokens, and let the prefix index know the blocks it filled. ValueError: not one a sample."""
         flight, self._flight = self._flight, []
-        sampling: list[Row] = []
-        keys: list[int] = []
-        prefilled = useful_prefilled = decoded = useful_decoded = 0
+        cost = _cost(flight, result.model_ms / 1000)
+        sampling = [row for row in flight if row.computed + row.planned == len(row.tokens)]
         for row in flight:
-            prompt = row.computed < row.prompt_end
-            if prompt:
-                prefilled += row.planned
-            else:
-                decoded += 1
-            row.computed += row.planned
-            row.planned = 0
-            if row.computed == len(row.tokens):
-                sampling.append(row)
-            if row.ended:  # perhaps because the step failed for it: what it wrote is not to be remembered
-                self._rows.free(row)
-                continue
-            if row.computed >= (row.published + 1) * self._block_tokens:
-                self._rows.publish(row)
-            keys.append(row.work.key)
-            if row.computed > row.furthest:
-                if prompt:
-                    useful_prefilled += row.computed - row.furthest
-                else:
-                    useful_decoded += 1
-                row.furthest = row.computed
-        tokens: list[RowToken] = []
-        logprobs = result.logprobs or (None,) * len(result.token_ids)
-        for row, token_id, token_logprobs in zip(sampling, result.token_ids, logprobs, strict=True):
-            if not row.ended:
-                row.tokens.append(token_id)
-                tokens.append(RowToken(row.work.key, token_id, token_logprobs))
-        seconds = result.model_ms / 1000
-        cost = StepCost(len(flight), prefilled, useful_prefilled, decoded, useful_decoded, seconds)
-        self.ledger.record(cost, keys)
-        if self._bound is not None:
-            self._bound.record(cost)
-        if self._itl_slo_s is not None and self.ledger.steps % _TUNE_STEPS == 0:
-            self._tune(self._itl_slo_s)
-        return StepOutcome(tuple(tokens), cost)
+            self._rows.advance(row)
+        tokens = _take(sampling, result)
+        self.ledger.record(cost, [row.work.key for row in flight if not row.ended])
+        self.prefill_budget.record(cost)
+        return StepOutcome(tokens, cost)
 
     def abort(self, now_s: float) -> tuple[int, ...]:
         """Nobody knows what the step wrote: its rows are gone, and none of the blocks it filled is remembered."""
@@ -256,17 +201,50 @@ class ContinuousScheduler:
         ended = [row for row in self._flight if row.ended]
         self.pool.check([row.table for row in self._rows.running + ended])
 
-    def _tune(self, itl_slo_s: float) -> None:
-        """Choose the chunk anew: costs drift with the contexts' lengths and with the machine."""
-        costs = self.ledger.costs.fitted()
-        if costs is None or not costs.beta_s:
-            return
-        decodes = sum(row.computed >= row.prompt_end for row in self._rows.running)
-        try:
-            chunk = choose_chunk(itl_slo_s, costs, rows=decodes, block_tokens=self._block_tokens)
-        except ValueError:  # the decodes alone take longer: admission refuses newcomers, prompts go on by the block
-            chunk = self._block_tokens
-        self.prefill_chunk_tokens = min(chunk, self._max_batch_prefill_tokens)
+    def _plan_decodes(self, decoding: list[Row]) -> list[Row]:
+        """One token for each of these rows that has a block for it, or gets one."""
+        plan = []
+        for row in decoding:
+            # without a table it was preempted a moment ago, by a row before it
+            if row.computed < len(row.table) * self._block_tokens or (row.table and self._rows.grow(row, 1)):
+                row.planned = 1
+                plan.append(row)
+        return plan
+
+    def _plan_chunks(self, prefilling: list[Row], budget: int, plan: list[Row]) -> int:
+        """Add to the plan the next chunk of each of these rows, until the budget is spent; how much of it was."""
+        spent = 0
+        for row in prefilling:
+            if spent < budget and row.table:
+                self._plan_chunk(row, budget - spent, plan)
+                spent += row.planned
+        return spent
+
+    def _let_in(self, budget: int, plan: list[Row]) -> list[int]:
+        """Add to the plan requests that start or come back, until the budget is spent; the keys of those that start.
+
+        With budget left, every running prompt is planned to its end and has its blocks, or there are none at all.
+        """
+        started = []
+        while budget and len(self._rows.running) < self._max_batch_size:
+            candidate = self._candidate()
+            if candidate is None or not self._rows.enter(candidate):
+                break
+            if candidate.work.key not in self._live:
+                self._start(candidate)
+                started.append(candidate.work.key)
+            self._plan_chunk(candidate, budget, plan)
+            budget -= candidate.planned
+        return started
+
+    def _plan_chunk(self, row: Row, budget: int, plan: list[Row]) -> None:
+        row.planned = self._rows.grow(row, min(budget, row.prompt_end - row.computed))
+        plan.append(row)
+
+    def _check_idle(self) -> None:
+        # `check` finds out more, but looks at every block: too long for an event loop where the pool is large
+        if not self._live and self.pool.used:
+            raise RuntimeError(f"{self!r}: nobody is live and blocks are in use")
 
     def _candidate(self) -> Row | None:
         """Whoever is next in order among the preempted and the queue."""
@@ -295,3 +273,29 @@ def _paged_row(row: Row) -> PagedRow:
     ids = tuple(row.tokens[row.computed : end])
     sampling = row.work.sampling if end == len(row.tokens) else None
     return PagedRow(row.work.key, ids, row.computed, row.table, sampling)
+
+
+def _cost(flight: list[Row], seconds: float) -> StepCost:
+    """What the step in flight has computed, before its rows advance. Of a row that ended, nothing is useful."""
+    prefilled = useful_prefilled = decoded = useful_decoded = 0
+    for row in flight:
+        fresh = row.computed + row.planned - row.furthest
+        useful = 0 if row.ended or fresh < 0 else fresh
+        if row.computed < row.prompt_end:
+            prefilled += row.planned
+            useful_prefilled += useful
+        else:
+            decoded += 1
+            useful_decoded += useful
+    return StepCost(len(flight), prefilled, useful_prefilled, decoded, useful_decoded, seconds)
+
+
+def _take(sampling: list[Row], result: StepResult) -> tuple[RowToken, ...]:
+    """Append to each row that sampled its token; the tokens of those whose request is still there."""
+    tokens = []
+    logprobs = result.logprobs or (None,) * len(result.token_ids)
+    for row, token_id, token_logprobs in zip(sampling, result.token_ids, logprobs, strict=True):
+        if not row.ended:
+            row.tokens.append(token_id)
+            tokens.append(RowToken(row.work.key, token_id, token_logprobs))
+    return tuple(tokens)

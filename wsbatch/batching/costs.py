@@ -4,9 +4,6 @@ from dataclasses import dataclass
 
 _FORGET = 0.995
 _LEAST_STEPS = 8
-_GUESSED_TOKEN_S = 0.050
-_GROWTH = 8
-_FITTED_LEAST_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,61 +83,6 @@ class StepCostFit:
         if self._steps < _LEAST_STEPS:
             return None
         return FittedCosts(*(max(0.0, cost) for cost in _solve(self._normal, self._moments)))
-
-
-class PrefillBound:
-    """How many prompt tokens a step may carry so that it takes about `limit_s` at most: a step cannot be interrupted.
-
-    Until costs are fitted, a prompt token is taken to cost 50 ms, and then no step may be more than eight times as long
-    as one that was seen to be in time. From then on the fitted costs say. They are slow to learn that tokens have
-    become dearer (a longer context, a busier machine), so after a step that took too long the next one is as much
-    smaller, and they grow from there as at first.
-    """
-
-    def __init__(self, limit_s: float, costs: StepCostFit) -> None:
-        self._limit_s = limit_s
-        self._costs = costs
-        self._seen_tokens = limit_s / _GUESSED_TOKEN_S
-        self._trusted = True  # the fitted costs, until a step took too long by them
-
-    def __repr__(self) -> str:
-        return f"<PrefillBound {self._limit_s:g} s, seen {self._seen_tokens:.0f} tokens, trusted {self._trusted}>"
-
-    def record(self, cost: StepCost) -> None:
-        """Learn from one step."""
-        if not cost.prefill_tokens:
-            return
-        in_time = cost.prefill_tokens * min(_GROWTH, self._limit_s / max(cost.seconds, 1e-9))
-        if cost.seconds > self._limit_s:
-            self._trusted = False
-            self._seen_tokens = in_time
-        else:
-            self._seen_tokens = max(self._seen_tokens, in_time)
-
-    def tokens(self, *, decode_rows: int) -> int:
-        """The most prompt tokens beside so many decodes; at least 1."""
-        bound = self._seen_tokens
-        costs = self._costs.fitted()
-        if costs is not None and costs.beta_s > 0:
-            # A single slow step, as the first one often is, may make all others look impossible for a while.
-            fitted = max(_FITTED_LEAST_TOKENS, costs.prefill_tokens(self._limit_s, decode_rows=decode_rows))
-            bound = fitted if self._trusted else min(bound, fitted)
-        return max(1, int(bound))
-
-
-def choose_chunk(itl_slo_s: float, costs: FittedCosts, *, rows: int, block_tokens: int = 16) -> int:
-    """The most prompt tokens a step may carry beside `rows` decodes so that it takes at most `itl_slo_s`.
-
-    At least one block: less would cost a prompt more steps than it saves its neighbours. ValueError where the decodes
-    alone take longer than the SLO, or where a prompt token costs nothing.
-    """
-    if costs.beta_s <= 0:
-        raise ValueError(f"beta_s is {costs.beta_s}: must be above 0")
-    tokens = costs.prefill_tokens(itl_slo_s, decode_rows=rows)
-    if tokens < 0:
-        decode_s = costs.step_s(decode_rows=rows, prefill_tokens=0)
-        raise ValueError(f"itl_slo_s is {itl_slo_s}: must be at least {decode_s:.6g}, a step of {rows} decodes alone")
-    return max(block_tokens, int(tokens))
 
 
 def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:

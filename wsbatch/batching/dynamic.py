@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wsbatch.batching.accounting import Ledger, RowReport
-from wsbatch.batching.costs import PrefillBound, StepCost
+from wsbatch.batching.costs import StepCost
 from wsbatch.batching.hazard import ArrivalHazard
+from wsbatch.batching.prefill import PrefillBound
 from wsbatch.batching.queue import WaitingQueue, Work
 from wsbatch.batching.scheduler import (
     PROBE,

@@ -6,7 +6,7 @@ anew (vLLM's recomputation). A row with nobody behind it keeps what it has and w
 free its blocks for nobody.
 
 Why this never locks up: of the running rows the most urgent may take from all others, and a request alone fits the
-pool. Only from rows that were preempted `max_preemptions` times nothing may be taken. Such a row comes back only when
+pool. Only from rows that were preempted MAX_PREEMPTIONS times nothing may be taken. Such a row comes back only when
 its whole length fits beside the whole lengths of its like, and may itself take from everyone else. So in each step
 there is room for a token of the most urgent row, or of one of those.
 """
@@ -15,6 +15,9 @@ import bisect
 
 from wsbatch.batching.blocks import BlockPool
 from wsbatch.batching.queue import Work
+
+MAX_PREEMPTIONS = 3
+"""How often a row is preempted at most."""
 
 
 class Row:
@@ -60,6 +63,11 @@ class Row:
         self.computed = self.furthest = self.published = self.planned = self.preemptions = 0
         self.ended = False
 
+    @property
+    def protected(self) -> bool:
+        """Whether nothing may be taken from it any more."""
+        return self.preemptions >= MAX_PREEMPTIONS
+
     def __repr__(self) -> str:
         return f"<Row {self.work.key}: {self.computed}/{len(self.tokens)} tokens in blocks {self.table}>"
 
@@ -73,14 +81,21 @@ class Rows:
         preemptions: how often a row was preempted.
     """
 
-    def __init__(self, pool: BlockPool, max_preemptions: int) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self.running: list[Row] = []
         self.preempted: list[Row] = []
         self.preemptions = 0
         self._pool = pool
         self._block_tokens = pool.block_tokens
-        self._max_preemptions = max_preemptions
-        self._reserved = 0  # blocks that the running rows which may not be preempted need at their full lengths
+        self._reserved = 0  # blocks that the protected of the running rows need at their full lengths
+
+    def decoding(self) -> list[Row]:
+        """The running rows that may generate one more token, most urgent first."""
+        return [row for row in self.running if row.computed >= row.prompt_end and len(row.tokens) < row.limit]
+
+    def prefilling(self) -> list[Row]:
+        """The running rows whose prompt is not computed to its end, most urgent first."""
+        return [row for row in self.running if row.computed < row.prompt_end]
 
     def enter(self, row: Row) -> bool:
         """Let this row run, with the blocks of its known prefix, if there is room for it; it may be a preempted one.
@@ -96,8 +111,7 @@ class Rows:
             room -= len(self.running) + 1
             if room < 1:
                 return False  # one block is missing whatever the index knows: spare the look-up in every step
-        protected = row.preemptions >= self._max_preemptions
-        if protected and self._reserved + self._full_blocks(row) > pool.total:
+        if row.protected and self._reserved + self._full_blocks(row) > pool.total:
             return False
         blocks, cached_tokens = pool.match_prefix(row.tokens)
         before = pool.available
@@ -111,7 +125,7 @@ class Rows:
         if row.preemptions:
             self.preempted.remove(row)
         bisect.insort(self.running, row, key=_order)
-        if protected:
+        if row.protected:
             self._reserved += self._full_blocks(row)
         return True
 
@@ -121,7 +135,7 @@ class Rows:
             self.preempted.remove(row)
             return
         self.running.remove(row)
-        if row.preemptions >= self._max_preemptions:
+        if row.protected:
             self._reserved -= self._full_blocks(row)
         row.ended = row.planned > 0
         if not row.ended:
@@ -148,7 +162,19 @@ class Rows:
             row.table += self._pool.allocate(min(missing, self._pool.available))
         return min(wanted, len(row.table) * self._block_tokens - row.computed)
 
-    def publish(self, row: Row) -> None:
+    def advance(self, row: Row) -> None:
+        """What was planned for the row is computed. Where it has ended in the meantime, nothing of it is remembered."""
+        row.computed += row.planned
+        row.planned = 0
+        if row.ended:
+            self.free(row)
+            return
+        if row.computed > row.furthest:
+            row.furthest = row.computed
+        if row.computed >= (row.published + 1) * self._block_tokens:
+            self._publish(row)
+
+    def _publish(self, row: Row) -> None:
         """Tell the prefix index the blocks that the row has filled; each is hashed once."""
         size, table = self._block_tokens, list(row.table)
         while row.computed >= (row.published + 1) * size:
@@ -162,9 +188,9 @@ class Rows:
         """The least urgent row behind this one that may be preempted; of all rows, where this one may not be."""
         for other in reversed(self.running):
             if other is row:
-                if row.preemptions < self._max_preemptions:
+                if not row.protected:
                     return None
-            elif other.preemptions < self._max_preemptions:
+            elif not other.protected:
                 return other
         return None
 
