@@ -112,7 +112,7 @@ def test_a_study_of_other_arrivals(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["load", "ftp://x"], 2, "url must be"),
         (["load", "http://127.0.0.1:1/v1/completions"], 2, "--model is required"),
-        (["load", "ws://127.0.0.1:1", "--request-rate", "0"], 2, "above 0"),
+        (["load", "ws://127.0.0.1:1", "--request-rate", "0"], 2, "of at least 1e-06"),
         (["load", "ws://127.0.0.1:1", "--goodput", "ttfb:3"], 2, "none of ttft"),
         (["load", "ws://127.0.0.1:1", "--output-lengths", "gauss:mean=3"], 2, "none of"),
         (["load", "ws://127.0.0.1:1", "--trace", "/nowhere.jsonl"], 2, "No such file"),

@@ -300,7 +300,7 @@ def test_a_replayed_trace_is_planned_for(tmp_path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("more", "word"),
     [
-        (["--rate", "0"], "must be above 0"),
+        (["--rate", "0"], "must be a number of at least 1e-06"),
         (["--slo", "soon"], "must be METRIC"),
         (["--cost-model", "/nowhere.json"], "No such file"),
         (["--setting", "continuous"], "max_batch_size is required"),

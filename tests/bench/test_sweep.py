@@ -159,6 +159,12 @@ def test_costs_from_flags_and_files(tmp_path: Path) -> None:
     path = tmp_path / "fit.json"
     path.write_text(json.dumps({"continuous": {"tau_s": 0.01, "alpha_s": 0.001, "beta_s": 0.0005, "r2": 0.99}}))
     assert parse_costs(str(path)) == {"continuous": StepCosts(tau_s=0.01, alpha_s=0.001, beta_s=0.0005)}
+    path.write_text('{"dynamic": {"tau_s": 0.01, "alpha_s": NaN, "beta_s": 0}}')
+    with pytest.raises(ValueError, match=r"dynamic\.alpha_s is nan: must be a number of at least 0"):
+        parse_costs(str(path))
+    for text, word in (("tau_ms=-1,alpha_ms=1,beta_ms=1", "tau_ms"), ("tau_ms=0,alpha_ms=0,beta_ms=1", "must take")):
+        with pytest.raises(ValueError, match=word):
+            parse_costs(text)
     path.write_text("[1]")
     with pytest.raises(ValueError, match="not a file of step costs"):
         parse_costs(str(path))

@@ -119,7 +119,18 @@ def test_a_foreign_trace_replays_in_its_own_time_and_rescales(tmp_path: Path) ->
     assert [planned.at_s for planned in islice(trace.schedule(4.0), 3)] == pytest.approx([0, 0.1, 0.5])
 
 
-@pytest.mark.parametrize("line", ["nonsense", "{}", '{"at_s": 1, "prompt_tokens": 0, "output_tokens": 1}', "[1]"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nonsense",
+        "{}",
+        '{"at_s": 1, "prompt_tokens": 0, "output_tokens": 1}',
+        '{"at_s": NaN, "prompt_tokens": 1, "output_tokens": 1}',
+        '{"at_s": 1, "prompt_tokens": 1, "output_tokens": Infinity}',
+        '{"at_s": 1, "offset_s": -1, "prompt_tokens": 1, "output_tokens": 1}',
+        "[1]",
+    ],
+)
 def test_a_bad_trace_names_its_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"at_s": 0, "prompt_tokens": 1, "output_tokens": 1}\n' + line + "\n")
@@ -134,7 +145,11 @@ def test_a_bad_trace_names_its_line(tmp_path: Path, line: str) -> None:
         ("lognormal:median=100,sigma=0", "above 0"),
         ("lognormal:median=100,sigma=1,max=0", "at least 1"),
         ("uniform:max=3", "none of"),
-        ("fixed:tokens=x", "must be a number"),
+        ("fixed:tokens=x", "must be a whole number"),
+        ("fixed:tokens=inf", "fixed:tokens is 'inf': must be a whole number"),
+        ("lognormal:median=100,sigma=200", "lognormal:sigma is '200': must be a number above 0 and at most 10"),
+        ("lognormal:median=nan,sigma=1", "lognormal:median is 'nan'"),
+        ("lognormal:median=9,sigma=1,min=5,max=3", "lognormal:max is 3: must be at least lognormal:min"),
         ("fixed:size=3", "none of tokens"),
     ],
 )
@@ -148,13 +163,27 @@ def test_bad_lengths_are_named(spec: str, word: str) -> None:
     [
         ("bursts:k=4", "spread_ms is required"),
         ("on-off:requests=5,duty=2", "at most 1"),
-        ("gamma:burstiness=0", "above 0"),
+        ("gamma:burstiness=0", "of at least 0.001"),
         ("closed:clients=0", "at least 1"),
+        ("closed:clients=2.5", "whole number"),
+        ("bursts:k=4,spread_ms=inf", "at most"),
     ],
 )
 def test_bad_arrivals_are_named(spec: str, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         parse_arrivals(spec)
+
+
+def test_a_smallest_length_beyond_the_rest_is_the_only_one() -> None:
+    assert parse_lengths("lognormal:median=1,sigma=0.1,min=50").values == (50,)
+
+
+def test_a_saved_trace_that_was_changed_names_what_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    draw_trace(2).save(path)
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": NaN'))
+    with pytest.raises(ValueError, match=r"line 1: not the head of a trace .*seed is nan"):
+        load_trace(path)
 
 
 def test_empirical_lengths(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch_bench.load.trace import load_trace
+from wsbatch_bench.numbers import Number
 from wsbatch_bench.sweep.choose import choice_lines, choose, refine
 from wsbatch_bench.sweep.grid import Sweep
 from wsbatch_bench.sweep.setting import parse_costs_json
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from wsbatch_bench.sweep.files import SweepDocument
 
 NONE, UNDECIDED = 4, 5
+_CELLS = Number(0, 1000, whole=True)
 
 _DESCRIPTION = """\
 Pick the setting that carries the highest rate within an SLO, from a sweep. A rate counts where the
@@ -40,7 +42,7 @@ def add_command(commands: Commands) -> None:
     parser = add_parser(commands, "choose", help="pick a setting for an SLO", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("sweep", type=Path, metavar="DIR", help="where `sweep --out` wrote to")
     parser.add_argument("--slo", required=True, metavar="SLO", help="the conditions")
-    parser.add_argument("--refine", type=int, default=0, metavar="N", help="measure N more cells (default: 0)")
+    parser.add_argument("--refine", type=_CELLS.flag, default=0, metavar="N", help="measure N more cells (default: 0)")
     parser.set_defaults(run=run)
 
 

@@ -8,7 +8,12 @@ from typing import Any
 from wsbatch.config import EngineConfig
 from wsbatch_bench.load.specs import DEFAULT_OUTPUTS, DEFAULT_PROMPTS, parse_arrivals, parse_lengths
 from wsbatch_bench.load.trace import Trace, draw_trace, load_trace
+from wsbatch_bench.numbers import BATCH, SEED, Number, numbers
 from wsbatch_bench.sweep.setting import DEFAULT_COSTS, Costs, parse_costs, same_for_both
+
+_MOST_REQUESTS = 1_000_000
+THREADS = Number(1, 4096, whole=True)
+JOBS = Number(1, 1024, whole=True)
 
 WORKLOAD_HELP = """\
 arrivals:
@@ -24,7 +29,7 @@ def add_model_flags(parser: argparse.ArgumentParser, *, scheduler: str | None) -
     group = parser.add_argument_group("model")
     group.add_argument("--model", default="demo", metavar="TEXT", help="as `wsbatch serve` takes it; or `simulated`")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    group.add_argument("--threads", type=int, metavar="N", help="of the model (default: torch's own choice)")
+    group.add_argument("--threads", type=THREADS.flag, metavar="N", help="of the model (default: torch's own choice)")
     group.add_argument(
         "--costs", metavar="COSTS", help="of the simulated model: tau_ms=…,alpha_ms=…,beta_ms=…, or a file of `scaling`"
     )
@@ -50,17 +55,14 @@ def read_costs(arguments: argparse.Namespace) -> Costs:
 
 def sizes(text: str) -> tuple[int, ...]:
     """An argparse type: batch sizes, separated by commas."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers of at least 1, separated by commas")
-    return tuple(sorted({int(part) for part in parts}))
+    return tuple(sorted({int(size) for size in numbers(BATCH)(text)}))
 
 
 def add_workload(parser: argparse.ArgumentParser, *, measured: int) -> None:
     """Add the flags of one workload."""
     group = add_requests(parser, measured=measured)
     group.add_argument("--arrivals", default="poisson", metavar="SPEC", help="default: %(default)s")
-    group.add_argument("--burstiness", type=float, metavar="X", help="short for --arrivals gamma:burstiness=X")
+    group.add_argument("--burstiness", metavar="X", help="short for --arrivals gamma:burstiness=X")
     group.add_argument("--trace", type=Path, metavar="FILE", help="replay this JSONL trace instead")
 
 
@@ -70,15 +72,19 @@ def add_requests(parser: argparse.ArgumentParser, *, measured: int) -> argparse.
     group.add_argument("--prompt-lengths", default=DEFAULT_PROMPTS, metavar="SPEC", help="default: %(default)s")
     group.add_argument("--output-lengths", default=DEFAULT_OUTPUTS, metavar="SPEC", help="default: %(default)s")
     group.add_argument(
-        "--num-prompts", type=_count, default=measured, metavar="N", help="measured requests (default: %(default)s)"
+        "--num-prompts",
+        type=Number(1, _MOST_REQUESTS, whole=True).flag,
+        default=measured,
+        metavar="N",
+        help="measured requests (default: %(default)s)",
     )
     group.add_argument(
         "--num-warmups",
-        type=_natural,
+        type=Number(0, _MOST_REQUESTS, whole=True).flag,
         metavar="N",
         help="requests before the measured ones, under the same load (default: a fifth of them; 0 at an infinite rate)",
     )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    group.add_argument("--seed", type=SEED.flag, default=0, metavar="N", help="default: %(default)s")
     return group
 
 
@@ -90,7 +96,7 @@ def read_trace(arguments: argparse.Namespace) -> Trace:
     if arguments.burstiness is not None:
         if arrivals != "poisson":
             raise ValueError("--burstiness goes with no --arrivals: it is one")
-        arrivals = f"gamma:burstiness={arguments.burstiness:g}"
+        arrivals = f"gamma:burstiness={arguments.burstiness}"
     return draw_trace(
         # Some more than measured: the cool-down uses them before the trace begins anew.
         2 * (arguments.num_prompts + read_warmups(arguments, 1.0)),
@@ -106,16 +112,3 @@ def read_warmups(arguments: argparse.Namespace, rate: float) -> int:
     if arguments.num_warmups is not None:
         return int(arguments.num_warmups)
     return 0 if rate == inf else int(arguments.num_prompts) // 5
-
-
-def _count(text: str) -> int:
-    number = _natural(text)
-    if number == 0:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
-
-
-def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
-    return int(text)

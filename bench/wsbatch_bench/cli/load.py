@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from math import inf, isinf
 from pathlib import Path
@@ -17,7 +18,7 @@ from wsbatch.cli.parsing import TOKEN_VARIABLE, Commands, add_parser, say_error,
 from wsbatch.client import connect
 from wsbatch.errors import WsbatchError
 from wsbatch_bench.cli.calibrate import load_calibration
-from wsbatch_bench.cli.flags import WORKLOAD_HELP, add_workload, read_trace, read_warmups
+from wsbatch_bench.cli.flags import THREADS, WORKLOAD_HELP, add_workload, read_trace, read_warmups
 from wsbatch_bench.load.baseline import open_transformers_target
 from wsbatch_bench.load.generator import LoadPlan, LoadRun, run_load
 from wsbatch_bench.load.http_client import HttpFailed, dial_url
@@ -27,6 +28,7 @@ from wsbatch_bench.load.results import result_json, summary_lines
 from wsbatch_bench.load.summary import parse_goodput, summarise
 from wsbatch_bench.load.target import Target, open_websocket_target
 from wsbatch_bench.load.trace import Trace
+from wsbatch_bench.numbers import BATCH, MILLISECONDS, RATE, Number
 
 INVALID = 3
 _BASELINE = "transformers:"
@@ -60,7 +62,7 @@ def add_command(commands: Commands) -> None:
     )
     parser.add_argument(
         "--request-rate",
-        type=_rate,
+        type=replace(RATE, infinite=True).flag,
         metavar="R",
         help="requests a second; inf sends all at once (default: inf, or the trace's own rate)",
     )
@@ -71,12 +73,18 @@ def add_command(commands: Commands) -> None:
     )
     group.add_argument(
         "--max-lag-ms",
-        type=float,
+        type=MILLISECONDS.flag,
         default=100.0,
         metavar="MS",
         help="a later client invalidates the run (default: 100)",
     )
-    group.add_argument("--connections", type=int, default=16, metavar="N", help="opened beforehand (default: 16)")
+    group.add_argument(
+        "--connections",
+        type=Number(0, 10_000, whole=True).flag,
+        default=16,
+        metavar="N",
+        help="opened beforehand (default: 16)",
+    )
     peers = parser.add_argument_group("peers")
     peers.add_argument("--model", metavar="NAME", help="http: the model's name there")
     peers.add_argument(
@@ -92,10 +100,12 @@ def add_command(commands: Commands) -> None:
         metavar="FILE",
         help="http: send text of the same number of tokens by this tokenizer.json, where ids are not taken",
     )
-    peers.add_argument("--max-batch-size", type=int, default=8, metavar="N", help="transformers: default: 8")
-    peers.add_argument("--max-wait-ms", type=float, default=0.0, metavar="MS", help="transformers: default: 0")
+    peers.add_argument("--max-batch-size", type=BATCH.flag, default=8, metavar="N", help="transformers: default: 8")
+    peers.add_argument(
+        "--max-wait-ms", type=MILLISECONDS.flag, default=0.0, metavar="MS", help="transformers: default: 0"
+    )
     peers.add_argument("--dtype", default="auto", metavar="TEXT", help="transformers: as `wsbatch serve` takes it")
-    peers.add_argument("--threads", type=int, metavar="N", help="transformers: default: torch's own choice")
+    peers.add_argument("--threads", type=THREADS.flag, metavar="N", help="transformers: default: torch's own choice")
     group.add_argument(
         "--save-result", action="store_true", help="write JSON with vLLM's keys, and the trace beside it"
     )
@@ -207,17 +217,10 @@ def _save(arguments: argparse.Namespace, done: LoadRun, result: Any) -> None:
     print(f"saved                {path}, and its trace")
 
 
-def _rate(text: str) -> float:
-    rate = float(text)
-    if not rate > 0:
-        raise argparse.ArgumentTypeError("must be above 0")
-    return rate
-
-
 def _object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"must be JSON: {error}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"must be an object, got {text!r}")

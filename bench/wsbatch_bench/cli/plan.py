@@ -3,8 +3,9 @@
 import argparse
 
 from wsbatch.cli.parsing import Commands, add_parser, say_error
-from wsbatch_bench.cli.flags import WORKLOAD_HELP, add_workload, read_trace, sizes
+from wsbatch_bench.cli.flags import JOBS, WORKLOAD_HELP, add_workload, read_trace, sizes
 from wsbatch_bench.load.specs import lengths_of, parse_arrivals, parse_lengths
+from wsbatch_bench.numbers import RATE, Number
 from wsbatch_bench.plan.planner import (
     FRONT_END_TOKENS_PER_S,
     MAX_LOAD,
@@ -51,7 +52,7 @@ def add_command(commands: Commands) -> None:
     parser = add_parser(
         commands, "plan", help="how many replicas a rate needs within an SLO", description=_DESCRIPTION, epilog=_EPILOG
     )
-    parser.add_argument("--rate", type=float, required=True, metavar="R", help="requests a second, of all together")
+    parser.add_argument("--rate", type=RATE.flag, required=True, metavar="R", help="requests a second, of all together")
     parser.add_argument("--slo", required=True, metavar="SLO", help="the conditions, as `choose` takes them")
     parser.add_argument(
         "--cost-model",
@@ -66,13 +67,13 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--pools", type=sizes, default=(1, 2, 4, 8), metavar="N,N", help="default: 1,2,4,8")
     parser.add_argument(
         "--whole-tokens",
-        type=float,
+        type=Number(1, 1e12).flag,
         default=50e6,
         metavar="N",
         help="simulate the whole pool where that takes at most so many output tokens, about 6 µs each; else as much of "
         "it as that allows, with its share of the rate (default: 50 million)",
     )
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="small pools at once (default: 1)")
+    parser.add_argument("--jobs", type=JOBS.flag, default=1, metavar="N", help="small pools at once (default: 1)")
     # Of one replica near its limit fewer do not show where the queue ends.
     add_workload(parser, measured=4000)
     parser.set_defaults(run=run)
@@ -81,8 +82,6 @@ def add_command(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Simulate and print; the exit status."""
     try:
-        if not arguments.rate > 0:
-            raise ValueError(f"--rate is {arguments.rate:g}: must be above 0")
         planner = _planner(arguments)
         print("\n".join(_head(planner, arguments.rate)), flush=True)
         pools = []

@@ -10,6 +10,7 @@ from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch.engine.open import make_scheduler
 from wsbatch_bench.cli.flags import add_model_flags, engine_config, read_costs, sizes
 from wsbatch_bench.load.trace import draw_trace
+from wsbatch_bench.numbers import TOKENS, Number
 from wsbatch_bench.steps.bare_loop import load_bare
 from wsbatch_bench.steps.engine_run import run_engine
 from wsbatch_bench.steps.scaling import Scaling, batch_requests, draw_scaling, measure_scaling
@@ -41,10 +42,18 @@ def add_command(commands: Commands) -> None:
     parser.add_argument(
         "--sizes", type=sizes, default=(1, 2, 4, 8, 16, 32), metavar="N,N", help="default: 1,2,4,8,16,32"
     )
-    parser.add_argument("--prompt-tokens", type=int, default=200, metavar="N", help="default: %(default)s")
-    parser.add_argument("--output-tokens", type=int, default=24, metavar="N", help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
-    parser.add_argument("--efficiency", type=float, default=0.5, metavar="X", help="that makes the knee (default: 0.5)")
+    parser.add_argument("--prompt-tokens", type=TOKENS.flag, default=200, metavar="N", help="default: %(default)s")
+    parser.add_argument("--output-tokens", type=TOKENS.flag, default=24, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--rounds", type=Number(1, 10_000, whole=True).flag, default=3, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--efficiency",
+        type=Number(0, 1, above=True).flag,
+        default=0.5,
+        metavar="X",
+        help="that makes the knee (default: 0.5)",
+    )
     parser.add_argument("--no-check", dest="check", action="store_false", help="do not run the server's loop")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write CSV, costs and the chart there")
     parser.set_defaults(run=run)

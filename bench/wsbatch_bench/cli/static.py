@@ -11,6 +11,7 @@ from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch_bench.cli.flags import add_model_flags, engine_config, read_costs, sizes
 from wsbatch_bench.load.specs import DEFAULT_OUTPUTS, Lengths, parse_lengths
 from wsbatch_bench.load.trace import Trace, draw_trace
+from wsbatch_bench.numbers import BATCH, COUNT, SEED, TOKENS
 from wsbatch_bench.steps.bare_loop import LoopRequest, load_bare
 from wsbatch_bench.steps.static_batch import BatchCost, draw_timeline, draw_waste, measure_batches, pooled_waste
 from wsbatch_bench.sweep.setting import Setting
@@ -37,7 +38,7 @@ def add_command(commands: Commands) -> None:
     )
     add_model_flags(parser, scheduler=None)
     parser.add_argument("--rows", type=_rows, default=_rows("7x4,1x32"), metavar="NxL,…", help="default: 7x4,1x32")
-    parser.add_argument("--prompt-tokens", type=int, default=32, metavar="N", help="of every row (default: 32)")
+    parser.add_argument("--prompt-tokens", type=TOKENS.flag, default=32, metavar="N", help="of every row (default: 32)")
     parser.add_argument(
         "--output-lengths",
         type=_lengths,
@@ -46,8 +47,10 @@ def add_command(commands: Commands) -> None:
         help="of the drawn batches (default: %(default)s)",
     )
     parser.add_argument("--sizes", type=sizes, default=(2, 4, 8, 16, 32), metavar="N,N", help="default: 2,4,8,16,32")
-    parser.add_argument("--requests", type=int, default=128, metavar="N", help="drawn for each size (default: 128)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    parser.add_argument(
+        "--requests", type=COUNT.flag, default=128, metavar="N", help="drawn for each size (default: 128)"
+    )
+    parser.add_argument("--seed", type=SEED.flag, default=0, metavar="N", help="default: 0")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write CSV, JSON and charts there")
     parser.set_defaults(run=run)
 
@@ -161,10 +164,10 @@ def _save(
 def _rows(text: str) -> list[int]:
     rows: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)x(\d+)", part.strip())
-        if found is None or not int(found[1]) or not int(found[2]):
-            raise argparse.ArgumentTypeError(f"{part!r} must be ROWSxTOKENS, such as 7x4")
-        rows += [int(found[2])] * int(found[1])
+        found = re.fullmatch(r"(\w+)x(\w+)", part.strip())
+        if found is None:
+            raise argparse.ArgumentTypeError(f"{part[:60]!r} must be ROWSxTOKENS, such as 7x4")
+        rows += [int(TOKENS.flag(found[2]))] * int(BATCH.flag(found[1]))
     return rows
 
 

@@ -11,6 +11,7 @@ from wsbatch_bench.cli.flags import add_requests, read_warmups
 from wsbatch_bench.load.results import plain
 from wsbatch_bench.load.specs import parse_arrivals, parse_lengths
 from wsbatch_bench.load.trace import draw_trace
+from wsbatch_bench.numbers import BATCH, RATE
 from wsbatch_bench.sweep.grid import Sweep
 from wsbatch_bench.sweep.setting import DEFAULT_COSTS, Setting, parse_costs, same_for_both
 from wsbatch_bench.sweep.stage import RealStage, Stage, VirtualStage
@@ -39,9 +40,9 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--costs", metavar="COSTS", help="as of `sweep`; real: predict each row, too")
     parser.add_argument("--model", default="demo", metavar="TEXT", help="real: as `wsbatch serve` takes it")
     parser.add_argument("--serve-flag", action="append", default=[], metavar="FLAG", help="real: one more flag of it")
-    parser.add_argument("--max-batch-size", type=int, default=8, metavar="N", help="default: %(default)s")
+    parser.add_argument("--max-batch-size", type=BATCH.flag, default=8, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--capacity", type=float, metavar="R", help="the reference rate, requests/s (default: it is measured first)"
+        "--capacity", type=RATE.flag, metavar="R", help="the reference rate, requests/s (default: it is measured first)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write table, JSON and chart there")
     add_requests(parser, measured=1000).add_argument(

@@ -7,8 +7,9 @@ from math import isfinite
 from pathlib import Path
 
 from wsbatch.cli.parsing import Commands, add_parser, say_error
-from wsbatch_bench.cli.flags import WORKLOAD_HELP, add_workload, read_trace, read_warmups
+from wsbatch_bench.cli.flags import JOBS, WORKLOAD_HELP, add_workload, read_trace, read_warmups
 from wsbatch_bench.load.specs import DEFAULT_OUTPUTS, DEFAULT_PROMPTS
+from wsbatch_bench.numbers import RATE, Number, numbers
 from wsbatch_bench.sweep.cell import CellResult
 from wsbatch_bench.sweep.choose import choice_lines, choose
 from wsbatch_bench.sweep.grid import FRACTIONS, Results, Sweep, grid, run_cells
@@ -25,6 +26,8 @@ from wsbatch_bench.sweep.setting import (
 )
 from wsbatch_bench.sweep.slo import parse_slo
 from wsbatch_bench.sweep.stage import RealStage, Stage, VirtualStage
+
+_FRACTION = Number(0.001, 1000)
 
 _DESCRIPTION = """\
 Measure every setting at three rates: throughput, latencies, slot utilisation and waste, as CSV,
@@ -62,12 +65,14 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--model", default="demo", metavar="TEXT", help="real: as `wsbatch serve` takes it")
     parser.add_argument("--serve-flag", action="append", default=[], metavar="FLAG", help="real: one more flag of it")
     parser.add_argument("--setting", action="append", type=_setting, metavar="SPEC", help="instead of the whole grid")
-    parser.add_argument("--fractions", type=_numbers, default=FRACTIONS, metavar="X,X", help="default: 0.3,0.7,1.1")
     parser.add_argument(
-        "--capacity", type=float, metavar="R", help="the reference rate, requests/s (default: it is measured first)"
+        "--fractions", type=numbers(_FRACTION), default=FRACTIONS, metavar="X,X", help="default: 0.3,0.7,1.1"
+    )
+    parser.add_argument(
+        "--capacity", type=RATE.flag, metavar="R", help="the reference rate, requests/s (default: it is measured first)"
     )
     parser.add_argument("--slo", type=_slo, metavar="SLO", help="choose a setting and mark it; see `choose`")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="virtual: cells at once (default: 1)")
+    parser.add_argument("--jobs", type=JOBS.flag, default=1, metavar="N", help="virtual: cells at once (default: 1)")
     parser.add_argument("--resume", action="store_true", help="keep the cells that are already in DIR")
     parser.add_argument("--dry-run", action="store_true", help="list the cells and the time they will take")
     # Zero failures of fewer than 299 do not show that 99 % succeed.
@@ -186,13 +191,6 @@ def _line(result: CellResult) -> str:
 
 def _span(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be numbers, separated by commas") from None
 
 
 def _setting(text: str) -> Setting:

@@ -4,38 +4,47 @@ import random
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import erf, exp, log, sqrt
 from pathlib import Path
 from typing import TypeAlias
 
-_ARRIVALS: dict[str, dict[str, float | None]] = {
+from wsbatch_bench.numbers import MILLISECONDS, TOKENS, Number
+
+Kinds: TypeAlias = Mapping[str, Mapping[str, Number]]
+"""For each kind of a spec its keys, and what each may be."""
+
+_ARRIVALS: Kinds = {
     "poisson": {},
-    "gamma": {"burstiness": None},
+    "gamma": {"burstiness": Number(0.001, 1_000_000)},
     "constant": {},
-    "bursts": {"k": None, "spread_ms": None},
-    "on-off": {"requests": None, "duty": None},
-    "closed": {"clients": None, "think_ms": 0},
+    "bursts": {"k": Number(1, 10_000, whole=True), "spread_ms": MILLISECONDS},
+    "on-off": {"requests": Number(1, 1_000_000), "duty": Number(0.001, 1)},
+    "closed": {"clients": Number(1, 10_000, whole=True), "think_ms": replace(MILLISECONDS, default=0)},
 }
 
 DEFAULT_PROMPTS = "lognormal:median=200,sigma=0.6,min=8,max=1024"
 DEFAULT_OUTPUTS = "lognormal:median=100,sigma=0.9,max=1000"
 
-_LENGTHS: dict[str, dict[str, float | None]] = {
-    "lognormal": {"median": None, "sigma": None, "min": 1, "max": 1_000_000},
-    "fixed": {"tokens": None},
+_LENGTHS: Kinds = {
+    "lognormal": {
+        "median": Number(1, TOKENS.most),
+        "sigma": Number(0, 10, above=True),
+        "min": replace(TOKENS, default=1),
+        "max": replace(TOKENS, default=TOKENS.most),
+    },
+    "fixed": {"tokens": TOKENS},
+    "empirical": {},
 }
 
 
-def parse_spec(
-    text: str, kinds: Mapping[str, Mapping[str, float | None]], *, what: str
-) -> tuple[str, dict[str, float]]:
+def parse_spec(text: str, kinds: Kinds, *, what: str) -> tuple[str, dict[str, float]]:
     """The kind, and a number for each of its keys.
 
     Args:
         text: the spec.
-        kinds: for each kind its keys with their defaults; None where the key must be given.
+        kinds: the kinds that there are.
         what: what the spec describes, for error messages.
 
     Raises:
@@ -45,27 +54,16 @@ def parse_spec(
     if kind not in kinds:
         raise ValueError(f"{what} {text!r}: {kind!r} is none of {', '.join(sorted(kinds))}")
     known = kinds[kind]
-    values = {key: default for key, default in known.items() if default is not None}
+    values = {key: number.default for key, number in known.items() if number.default is not None}
     for item in filter(None, rest.split(",")):
-        key, equals, number = item.partition("=")
+        key, _, number = item.partition("=")
         if key not in known:
             raise ValueError(f"{what} {text!r}: {key!r} is none of {', '.join(known) or '(no keys)'}")
-        try:
-            values[key] = float(number) if equals else float("nan")
-        except ValueError:
-            values[key] = float("nan")
-        if values[key] != values[key]:
-            raise ValueError(f"{what} {text!r}: {key} must be a number, got {number!r}")
+        values[key] = known[key].read(f"{kind}:{key}", number)
     missing = [key for key in known if key not in values]
     if missing:
         raise ValueError(f"{what} {text!r}: {missing[0]} is required")
     return kind, values
-
-
-def check_least(name: str, value: float, least: float, *, above: bool = False) -> None:
-    """Raise ValueError, naming the bound, unless `value` is at least `least` (above it with `above`)."""
-    if value < least or (above and value == least):
-        raise ValueError(f"{name} is {value:g}: must be {'above' if above else 'at least'} {least:g}")
 
 
 Arrival: TypeAlias = tuple[float, float]
@@ -135,21 +133,7 @@ def parse_arrivals(spec: str) -> Arrivals:
 
     Raises ValueError.
     """
-    kind, values = parse_spec(spec, _ARRIVALS, what="arrivals")
-    if "burstiness" in values:
-        check_least("gamma:burstiness", values["burstiness"], 0, above=True)
-    if kind == "bursts":
-        check_least("bursts:k", values["k"], 1)
-        check_least("bursts:spread_ms", values["spread_ms"], 0)
-    if kind == "on-off":
-        check_least("on-off:requests", values["requests"], 1)
-        check_least("on-off:duty", values["duty"], 0, above=True)
-        if values["duty"] > 1:
-            raise ValueError(f"on-off:duty is {values['duty']:g}: must be at most 1")
-    if kind == "closed":
-        check_least("closed:clients", values["clients"], 1)
-        check_least("closed:think_ms", values["think_ms"], 0)
-    return Arrivals(spec, kind, values)
+    return Arrivals(spec, *parse_spec(spec, _ARRIVALS, what="arrivals"))
 
 
 def _gamma(rng: random.Random, shape: float) -> Iterator[Arrival]:
@@ -225,17 +209,14 @@ def parse_lengths(spec: str) -> Lengths:
     kind, _, rest = spec.partition(":")
     if kind == "empirical":
         return _empirical(spec, Path(rest))
-    kind, values = parse_spec(spec, _LENGTHS | {"empirical": {}}, what="lengths")
+    kind, values = parse_spec(spec, _LENGTHS, what="lengths")
     if kind == "fixed":
-        check_least("fixed:tokens", values["tokens"], 1)
         return Lengths(spec, (int(values["tokens"]),), (1.0,))
     median, sigma, low, high = (values[key] for key in ("median", "sigma", "min", "max"))
-    check_least("lognormal:median", median, 1)
-    check_least("lognormal:sigma", sigma, 0, above=True)
-    check_least("lognormal:min", low, 1)
-    check_least("lognormal:max", high, low)
+    if high < low:
+        raise ValueError(f"lognormal:max is {high}: must be at least lognormal:min, which is {low}")
     # Nothing worth a slot comes beyond six sigma.
-    last = min(int(high), int(median * exp(6 * sigma)) + 1)
+    last = min(int(high), max(int(low), int(median * exp(6 * sigma)) + 1))
     support = tuple(range(int(low), last + 1))
     cumulative = [_lognormal_cdf(value + 0.5, median, sigma) for value in support[:-1]]
     return Lengths(spec, support, (*cumulative, 1.0))
@@ -248,9 +229,7 @@ def _lognormal_cdf(value: float, median: float, sigma: float) -> float:
 def _empirical(spec: str, path: Path) -> Lengths:
     lengths = []
     for number, line in enumerate(path.read_text().split(), 1):
-        if not line.isdecimal() or int(line) < 1:
-            raise ValueError(f"lengths {spec!r}: line {number} is {line!r}: must be a whole number of at least 1")
-        lengths.append(int(line))
+        lengths.append(int(TOKENS.read(f"lengths {spec!r}: line {number}", line)))
     if not lengths:
         raise ValueError(f"lengths {spec!r}: the file holds no length")
     return lengths_of(spec, lengths)

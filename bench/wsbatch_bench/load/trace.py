@@ -19,8 +19,11 @@ from wsbatch_bench.load.specs import (
     parse_arrivals,
     parse_lengths,
 )
+from wsbatch_bench.numbers import RATE, SEED, TOKENS, Number
 
 _FORMAT = "wsbatch-trace-1"
+_TIME = Number(-1e12, 1e12)  # seconds, perhaps since 1970; or mean gaps
+_OFFSET_S = Number(0, 86_400)
 # Prompt ids: printable ASCII in byte-level vocabularies, no special token in any.
 _PROMPT_IDS = range(32, 127)
 
@@ -152,32 +155,25 @@ def load_trace(path: Path) -> Trace:
             if number == 1 and record.get("format") == _FORMAT:
                 head = record
                 continue
-            unit = record["unit"] if head else record["at_s"]
-            times.append(float(unit))
+            time = "unit" if head else "at_s"
+            times.append(_TIME.check(time, record[time]))
             entries.append(
                 Entry(
                     times[-1],
-                    float(record.get("offset_s", 0.0)),
-                    _positive(record["prompt_tokens"]),
-                    _positive(record["output_tokens"]),
+                    _OFFSET_S.check("offset_s", record.get("offset_s", 0.0)),
+                    *(int(TOKENS.check(name, record[name])) for name in ("prompt_tokens", "output_tokens")),
                 )
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not a trace entry ({type(error).__name__}: {error})") from None
     if not entries:
         raise ValueError(f"{path}: a trace needs at least one entry")
     if head:
-        return Trace(
-            str(head["arrivals"]),
-            str(head["prompts"]),
-            str(head["outputs"]),
-            int(str(head["seed"])),
-            tuple(entries),
-            None if head["natural_rate"] is None else float(str(head["natural_rate"])),
-        )
+        return _saved(path, head, tuple(entries))
     # Seconds become mean gaps, so that a foreign trace can be rescaled like any other.
     first_s, last_s = min(times), max(times)
     rate = (len(times) - 1) / (last_s - first_s) if last_s > first_s else 1.0
+    RATE.check(f"{path}: the trace's own rate", rate)
     unified = tuple(
         Entry((at_s - first_s) * rate, 0.0, entry.prompt_tokens, entry.output_tokens)
         for at_s, entry in zip(times, entries, strict=True)
@@ -189,7 +185,19 @@ def _planned(index: int, at_s: float, entry: Entry) -> Planned:
     return Planned(index, at_s, entry.prompt_tokens, entry.output_tokens)
 
 
-def _positive(value: object) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{value!r} must be a whole number of at least 1")
-    return value
+def _saved(path: Path, head: dict[str, object], entries: tuple[Entry, ...]) -> Trace:
+    """What `Trace.save` wrote."""
+    try:
+        arrivals, rate = str(head["arrivals"]), head["natural_rate"]
+        if arrivals != "replay":
+            parse_arrivals(arrivals)
+        return Trace(
+            arrivals,
+            str(head["prompts"]),
+            str(head["outputs"]),
+            int(SEED.check("seed", head["seed"])),
+            entries,
+            None if rate is None else RATE.check("natural_rate", rate),
+        )
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{path}, line 1: not the head of a trace ({type(error).__name__}: {error})") from None

@@ -7,10 +7,15 @@ from typing import Any
 
 from wsbatch.config import EngineConfig
 from wsbatch.model.simulated import StepCosts
-from wsbatch_bench.load.specs import parse_spec
+from wsbatch_bench.load.specs import Kinds, parse_spec
+from wsbatch_bench.numbers import MILLISECONDS, Number
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 WAITS_MS = (0.0, 5.0, 20.0, 50.0)
+
+_STEP_S = 3600.0  # at most
+_SECONDS = Number(0, _STEP_S)
+_COSTS: Kinds = {"costs": dict.fromkeys(("tau_ms", "alpha_ms", "beta_ms"), Number(0, 1000 * _STEP_S))}
 
 # A bench decides for itself what waits and what is too late; prompts must not find each other in a cache; and the first
 # steps are to be as large as any other, although nothing is known of their costs.
@@ -84,8 +89,9 @@ def parse_setting(text: str) -> Setting:
     size = values.pop("max_batch_size", None)
     if type(size) is not int:
         raise ValueError(f"setting {text!r}: max_batch_size is required, a whole number")
-    setting = Setting(scheduler, size, float(values.pop("max_wait_ms", 0)), tuple(sorted(values.items())))
     try:
+        wait_ms = MILLISECONDS.check("max_wait_ms", values.pop("max_wait_ms", 0))
+        setting = Setting(scheduler, size, float(wait_ms), tuple(sorted(values.items())))
         setting.config()
     except (TypeError, ValueError) as error:
         raise ValueError(f"setting {text!r}: {error}") from None
@@ -139,16 +145,28 @@ def parse_costs(text: str) -> Costs:
     if "=" not in text:
         try:
             return parse_costs_json(json.loads(Path(text).read_text()))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{text}: not a file of step costs ({error!r})") from None
-    kinds: dict[str, dict[str, float | None]] = {"costs": {"tau_ms": None, "alpha_ms": None, "beta_ms": None}}
-    _, values = parse_spec(f"costs:{text}", kinds, what="costs")
-    return same_for_both(StepCosts(**{f"{name[:-3]}_s": value / 1000 for name, value in values.items()}))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{text}: not a file of step costs ({type(error).__name__}: {error})") from None
+    _, values = parse_spec(f"costs:{text}", _COSTS, what="costs")
+    return same_for_both(_some_cost(StepCosts(**{f"{name[:-3]}_s": value / 1000 for name, value in values.items()})))
 
 
 def parse_costs_json(fits: dict[str, dict[str, float]]) -> Costs:
-    """The inverse of `costs_json`; what else a fit says of itself is left aside."""
-    return {name: StepCosts(**{key: fit[key] for key in StepCosts.__slots__}) for name, fit in fits.items()}
+    """The inverse of `costs_json`; what else a fit says of itself is left aside.
+
+    Raises ValueError for a number out of bounds; KeyError, TypeError or AttributeError for what are no fits.
+    """
+    return {
+        name: _some_cost(StepCosts(**{key: _SECONDS.check(f"{name}.{key}", fit[key]) for key in StepCosts.__slots__}))
+        for name, fit in fits.items()
+    }
+
+
+def _some_cost(costs: StepCosts) -> StepCosts:
+    # Where a decode step takes no time, an answer has no time per token, and a server no capacity.
+    if costs.tau_s + costs.alpha_s == 0:
+        raise ValueError("costs: tau_ms and alpha_ms are 0: a decode step must take some time")
+    return costs
 
 
 def costs_json(costs: Costs) -> dict[str, Any]:
