@@ -23,7 +23,7 @@ FREE = ROWS[0] | ROWS[-1]
 
 # The rooms of the engine: what decides, without a clock or a task of its own; then what runs it.
 PURE = {"metrics", "outbox", "output", "deadlines", "hold", "health", "watch", "request", "admission", "core"}
-SHELL = {"stream", "interface", "worker", "isolation", "watchdog", "tokenising", "execution", "loop", "open"}
+SHELL = {"stream", "interface", "worker", "isolation", "watchdog", "tokenization", "execution", "loop", "open"}
 
 
 def room(path: Path) -> str:

@@ -11,10 +11,10 @@ import trio
 
 from wsbatch.config import ServerConfig
 from wsbatch.engine.metrics import EngineMetrics
+from wsbatch.server.client_deadlines import ClientDeadlines
 from wsbatch.server.connection import Connection, Disconnected
 from wsbatch.server.http import Answer, Head
 from wsbatch.server.memory import FreedMemory
-from wsbatch.server.patience import Patience
 from wsbatch.server.transport import Transport
 
 
@@ -40,7 +40,7 @@ async def main(port: int) -> None:
         refusal=lambda: None,
         metrics=EngineMetrics(),
         memory=FreedMemory(),
-        patience=Patience(),
+        deadlines=ClientDeadlines(),
     )
     async with trio.open_nursery() as nursery:
         serving = partial(trio.serve_tcp, transport.handle, port, host="127.0.0.1")

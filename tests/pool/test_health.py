@@ -11,8 +11,8 @@ from trio.testing import MockClock
 
 from wsbatch.client import Client, open_client
 from wsbatch.pool import EnginePool, PoolConfig, open_pool
+from wsbatch.pool.loop_clock import LoopClock
 from wsbatch.pool.outlier import EJECTING_FAILURES, FIRST_EJECTION_S, LONGEST_EJECTION_S, OUTCOMES, Outlier
-from wsbatch.pool.patience import PatienceClock
 from wsbatch.testing.replicas import VirtualReplica
 from wsbatch.testing.streams import MemoryStream
 
@@ -118,7 +118,7 @@ async def test_what_is_late_here_is_not_late_there(autojump_clock: MockClock) ->
 
 
 async def test_the_patient_clock_stands_while_the_loop_is_held(autojump_clock: MockClock) -> None:
-    clock = PatienceClock()
+    clock = LoopClock()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(clock.run)
         await trio.sleep(1.0)

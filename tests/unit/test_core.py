@@ -53,12 +53,12 @@ class Driver:
             )
         self.core = EngineCore(config, info=self.model.info, scheduler=scheduler, codec=ByteText(), now_s=0.0)
 
-    def submit(self, request: GenerateRequest, client: Client, tokenise_s: float, gives_up: bool) -> None:
+    def submit(self, request: GenerateRequest, client: Client, tokenize_s: float, gives_up: bool) -> None:
         arrived_s = self.now_s
         try:
             request = self.core.check(request)
             with self.core.reserve(request, client) as place:
-                self.turn(tokenise_s)
+                self.turn(tokenize_s)
                 if gives_up:
                     raise StepFailed("anything")
                 ids = list((request.prompt or "").encode())

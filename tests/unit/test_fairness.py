@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wsbatch.batching.fairness import Client, FairShare, giving_way
+from wsbatch.batching.fairness import Client, FairShare, sheddable
 from wsbatch.batching.queue import Work
 from wsbatch.messages import SamplingParams
 
@@ -59,23 +59,23 @@ def keys(works: list[Work]) -> list[int]:
 
 def test_of_one_peer_every_less_urgent_request_may_give_way_the_last_first() -> None:
     queue = waiting("a", 3, priority=8) + waiting("a", 2, priority=5, first=3)
-    assert keys(giving_way(queue, Client("a"), priority=4, max_requests=5)) == [2, 1, 0, 4, 3]
-    assert keys(giving_way(queue, Client("a"), priority=5, max_requests=5)) == [2, 1, 0]
+    assert keys(sheddable(queue, Client("a"), priority=4, max_requests=5)) == [2, 1, 0, 4, 3]
+    assert keys(sheddable(queue, Client("a"), priority=5, max_requests=5)) == [2, 1, 0]
 
 
 def test_another_peer_keeps_its_share_of_the_queue() -> None:
     queue = waiting("a", 8, priority=9)
-    assert keys(giving_way(queue, Client("b"), priority=0, max_requests=8)) == [7, 6, 5, 4]
+    assert keys(sheddable(queue, Client("b"), priority=0, max_requests=8)) == [7, 6, 5, 4]
 
 
 def test_a_peer_that_has_its_share_displaces_nobody_else() -> None:
     queue = waiting("a", 4, priority=9) + waiting("b", 4, priority=0, first=4)
-    assert giving_way(queue, Client("b"), priority=0, max_requests=8) == []
+    assert sheddable(queue, Client("b"), priority=0, max_requests=8) == []
 
 
 def test_no_peer_is_driven_out_by_many_others() -> None:
     queue = [each for number in range(8) for each in waiting(f"peer {number}", 1, priority=9, first=number)]
-    assert giving_way(queue, Client("newcomer"), priority=0, max_requests=8) == []
+    assert sheddable(queue, Client("newcomer"), priority=0, max_requests=8) == []
 
 
 @given(
@@ -87,7 +87,7 @@ def test_whoever_gives_way_no_peer_falls_below_its_share(held: list[tuple[str, i
     queue = [each for key, (name, urgency) in enumerate(held) for each in waiting(name, 1, priority=urgency, first=key)]
     of = {work.key: client.peer for client, work in queue}
     share = 12 // len({*of.values(), peer})
-    gone = giving_way(queue, Client(peer), priority=priority, max_requests=12)
+    gone = sheddable(queue, Client(peer), priority=priority, max_requests=12)
     assert all(work.priority > priority for work in gone)
     left = [of[work.key] for _, work in queue if work not in gone]
     for name in {of[work.key] for work in gone} - {peer}:

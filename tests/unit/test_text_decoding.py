@@ -1,4 +1,4 @@
-"""Incremental detokenising against the library's own decode of the whole, for each way that vocabularies are made."""
+"""Incremental detokenizing against the library's own decode of the whole, for each way that vocabularies are made."""
 
 from collections.abc import Callable, Sequence
 from functools import cache

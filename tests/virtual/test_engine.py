@@ -180,8 +180,8 @@ async def test_the_queue_is_bounded_in_prompt_tokens(autojump_clock: MockClock) 
         await engine.submit(request(prompt="x" * 2))
 
 
-async def test_places_are_taken_before_tokenising(autojump_clock: MockClock) -> None:
-    """A burst of long prompts gets exactly the cap accepted, though none of them is tokenised when it is checked."""
+async def test_places_are_taken_before_tokenizing(autojump_clock: MockClock) -> None:
+    """A burst of long prompts gets exactly the cap accepted, though none of them is tokenized when it is checked."""
     async with open_virtual_engine(config(max_queue_requests=3, max_batch_size=8)) as (engine, _):
         refused = 0
 

@@ -302,7 +302,7 @@ async def test_so_many_give_way_as_have_to_and_no_more(autojump_clock: MockClock
 
 
 async def test_a_burst_of_urgent_requests_sheds_one_for_each_let_in(autojump_clock: MockClock) -> None:
-    """While they are tokenised nobody has given way yet, and still no more are let in than the bound allows."""
+    """While they are tokenized nobody has given way yet, and still no more are let in than the bound allows."""
     async with open_virtual_engine(config(max_queue_requests=4)) as (engine, _):
         waiting = await crowd(engine, 4)
         refused = 0
@@ -366,7 +366,7 @@ acts = st.one_of(
 def test_no_sequence_of_submissions_loses_a_place(
     sequence: list[tuple[Act, float | None, float]], bound: int, seed: int
 ) -> None:
-    """Good, bad, raising ones, some of them cancelled (perhaps while they are tokenised), one by one or at once."""
+    """Good, bad, raising ones, some of them cancelled (perhaps while they are tokenized), one by one or at once."""
 
     async def run() -> None:
         bounds = config(max_queue_requests=2 + bound, max_queue_tokens=50)
@@ -398,18 +398,18 @@ def test_no_sequence_of_submissions_loses_a_place(
     trio.run(run, clock=MockClock(autojump_threshold=0))
 
 
-async def test_the_queue_timeout_counts_while_a_prompt_is_tokenised(autojump_clock: MockClock) -> None:
-    """The tokeniser is busy with other texts for longer than the request may wait; nothing of it stays behind."""
+async def test_the_queue_timeout_counts_while_a_prompt_is_tokenized(autojump_clock: MockClock) -> None:
+    """The tokenizer is busy with other texts for longer than the request may wait; nothing of it stays behind."""
     async with open_virtual_engine(config(queue_timeout_ms=10_000)) as (engine, worker):
 
         async def busy(request: GenerateRequest, client: Client) -> list[int]:
             await trio.sleep(60)
             return [1]
 
-        engine._tokenise = busy  # type: ignore[assignment]
+        engine._tokenize = busy  # type: ignore[assignment]
         for fields, after_s in (({"timeout_ms": 2000}, 2.0), ({"queue_timeout_ms": 500}, 0.5), ({}, 10.0)):
             began_s = trio.current_time()
-            with pytest.raises(QueueTimeout, match="tokenised"):
+            with pytest.raises(QueueTimeout, match="tokenized"):
                 await engine.submit(GenerateRequest(prompt="a", **fields))  # type: ignore[arg-type]
             assert trio.current_time() - began_s == pytest.approx(after_s)
         assert_books_balance(engine)

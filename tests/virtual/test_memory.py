@@ -5,12 +5,12 @@ import trio
 import trio.testing
 
 from wsbatch.server import memory
-from wsbatch.server.memory import FreedMemory, Tide
+from wsbatch.server.memory import FreedMemory, HighWaterMark
 
 
 def test_a_tide_falls_at_each_half_of_a_height_worth_noting() -> None:
-    tide = Tide(100)
-    assert [tide.falls(level) for level in (99, 0, 100, 51, 50, 20, 0)] == [
+    mark = HighWaterMark(100)
+    assert [mark.halved(level) for level in (99, 0, 100, 51, 50, 20, 0)] == [
         False,
         False,
         False,
@@ -19,7 +19,7 @@ def test_a_tide_falls_at_each_half_of_a_height_worth_noting() -> None:
         False,
         False,
     ]
-    assert [tide.falls(level) for level in (500, 250, 240, 125, 62)] == [False, True, False, True, True]
+    assert [mark.halved(level) for level in (500, 250, 240, 125, 62)] == [False, True, False, True, True]
 
 
 async def test_what_was_freed_is_given_back_a_second_later_and_once(

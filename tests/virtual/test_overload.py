@@ -124,7 +124,7 @@ async def test_a_refusal_does_not_look_through_the_queue(
     """Where nobody less urgent waits nobody can give way: sorting a full queue would take longer than the refusal."""
     async with open_virtual_engine(config(max_queue_requests=16)) as (engine, _):
         await fill(engine, 16)
-        monkeypatch.setattr("wsbatch.engine.admission.giving_way", lambda *_, **__: pytest.fail("looked through"))
+        monkeypatch.setattr("wsbatch.engine.admission.sheddable", lambda *_, **__: pytest.fail("looked through"))
         assert isinstance(engine.turn_away(), QueueFull)
         with pytest.raises(QueueFull):
             await engine.submit(request())

@@ -26,9 +26,9 @@ from wsbatch.messages import (
     Status,
     Tokens,
 )
+from wsbatch.server.client_deadlines import ClientDeadlines
 from wsbatch.server.input_budget import InputBudget
 from wsbatch.server.memory import FreedMemory
-from wsbatch.server.patience import Patience
 from wsbatch.server.session import MAX_BACKLOG, Session
 from wsbatch.testing.connections import MemoryConnection
 from wsbatch.testing.engines import ScriptedEngine
@@ -42,13 +42,13 @@ class Fixture:
     def __init__(
         self, codec: Codec = MSGPACK, submit_s: float = 0.0, decoding: trio.Lock | None = None, **settings: Any
     ) -> None:
-        self.patience = Patience()
+        self.deadlines = ClientDeadlines()
         self.decoding = decoding or trio.Lock()
         self.engine = ScriptedEngine(submit_s=submit_s)
         self.client = MemoryConnection(codec)
         self.config = ServerConfig(**settings)
         self.session = Session(
-            self.client, self.engine, self.config, codec=codec, decoding=self.decoding, patience=self.patience
+            self.client, self.engine, self.config, codec=codec, decoding=self.decoding, deadlines=self.deadlines
         )
         self.ended = trio.Event()
 
@@ -212,7 +212,7 @@ async def test_cancel_ends_only_its_own_request(autojump_clock: trio.testing.Moc
         assert [stream.request.id for stream in fixture.engine.live] == [2]
 
 
-async def test_a_request_cancelled_while_it_is_tokenised_gets_its_terminal_frame(
+async def test_a_request_cancelled_while_it_is_tokenized_gets_its_terminal_frame(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     async with session(submit_s=5.0) as fixture:
@@ -238,7 +238,7 @@ async def test_each_connection_is_a_client_of_the_engine(autojump_clock: trio.te
         assert mine is not None
 
 
-async def test_a_long_tokenising_blocks_nobody(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_long_tokenizing_blocks_nobody(autojump_clock: trio.testing.MockClock) -> None:
     async with session(submit_s=5.0) as fixture:
         await fixture.client.say(GenerateRequest(id=1, prompt="long"))
         await fixture.client.say(Ping(1))
@@ -327,7 +327,7 @@ async def test_an_id_may_be_used_again_the_moment_its_end_is_read(autojump_clock
         assert isinstance(await fixture.client.hear(), Accepted)
 
 
-async def test_an_id_is_taken_while_its_request_is_tokenised(autojump_clock: trio.testing.MockClock) -> None:
+async def test_an_id_is_taken_while_its_request_is_tokenized(autojump_clock: trio.testing.MockClock) -> None:
     async with session(submit_s=5.0) as fixture:
         await fixture.client.say(GenerateRequest(id="a", prompt="x"))
         await fixture.client.say(GenerateRequest(id="a", prompt="x"))
@@ -467,7 +467,7 @@ async def test_the_time_of_a_suspended_server_is_not_the_clients(autojump_clock:
         fixture.engine.push(stream)
         await trio.sleep(10)
         autojump_clock.jump(1000)
-        fixture.patience.put_off(1000)
+        fixture.deadlines.put_off(1000)
         await trio.sleep(19)
         assert not fixture.client.aborted
         fixture.client.release()

@@ -18,10 +18,10 @@ from wsbatch.config import ServerConfig
 from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.errors import QueueFull, RequestError
 from wsbatch.messages import GenerateRequest, Hello, Watch
+from wsbatch.server.client_deadlines import ClientDeadlines
 from wsbatch.server.connection import Connection, Disconnected, Received
 from wsbatch.server.http import Answer
 from wsbatch.server.memory import FreedMemory
-from wsbatch.server.patience import Patience
 from wsbatch.server.serve import Server
 from wsbatch.server.session import Session
 from wsbatch.server.transport import Transport
@@ -52,7 +52,7 @@ class Fixture:
     def __init__(self, session: Serve, settings: dict[str, Any], capacity_bytes: int) -> None:
         self.metrics = EngineMetrics()
         self.refusal: RequestError | None = None
-        self.patience = Patience()
+        self.deadlines = ClientDeadlines()
         self.listener = MemoryListener(capacity_bytes)
         self.probes = MemoryListener(capacity_bytes)
         self.transport = Transport(
@@ -63,7 +63,7 @@ class Fixture:
             refusal=lambda: self.refusal or self.transport.full(),
             metrics=self.metrics,
             memory=FreedMemory(),
-            patience=self.patience,
+            deadlines=self.deadlines,
         )
 
     async def run(self) -> None:
@@ -101,10 +101,10 @@ async def transport(session: Serve = echo, capacity_bytes: int = 65_536, **setti
         nursery.cancel_scope.cancel()
 
 
-def suspend(clock: Clock, patience: Patience, seconds: float) -> None:
+def suspend(clock: Clock, deadlines: ClientDeadlines, seconds: float) -> None:
     """What a server sees that was stopped and goes on, before it acts on any deadline."""
     clock.jump(seconds)
-    patience.put_off(seconds)
+    deadlines.put_off(seconds)
 
 
 async def read_all(stream: MemoryStream) -> bytes:
@@ -511,7 +511,7 @@ async def test_a_suspended_server_does_not_take_its_own_absence_for_silence(auto
         client = await fixture.open()
         ping = await client.next_event()
         assert isinstance(ping, Ping)
-        suspend(autojump_clock, fixture.patience, 100.0)
+        suspend(autojump_clock, fixture.deadlines, 100.0)
         await trio.sleep(14.0)
         assert fixture.open_connections == 1
         await client.send_event(Pong(payload=ping.payload))
@@ -526,7 +526,7 @@ async def test_a_head_has_its_time_also_where_the_server_was_suspended(autojump_
         stream = await fixture.listener.connect()
         await stream.send_all(UPGRADE[:20])
         await trio.sleep(1)
-        suspend(autojump_clock, fixture.patience, 100.0)
+        suspend(autojump_clock, fixture.deadlines, 100.0)
         await trio.sleep(8)
         await stream.send_all(UPGRADE[20:])
         assert (await stream.receive_some()).startswith(b"HTTP/1.1 101 ")

@@ -59,7 +59,7 @@ class Place:
 
 
 class Admission:
-    """Counts what waits, from the check on: a place is taken before the prompt is tokenised, so a burst cannot pass.
+    """Counts what waits, from the check on: a place is taken before the prompt is tokenized, so a burst cannot pass.
 
     Args:
         max_requests, max_tokens: bounds on what waits.
@@ -143,7 +143,7 @@ class Admission:
         wait_s = self._return_s(now_s) - now_s
         return round(1000 * max(_SHORTEST_RETRY_S, min(_LONGEST_RETRY_S, wait_s)))
 
-    def book_return(self, now_s: float) -> int:
+    def reserve_retry_ms(self, now_s: float) -> int:
         """`retry_after_ms` for a client who is told it: the next one is told a later time."""
         told_ms = self.retry_after_ms(now_s)
         next_s = self._return_s(now_s) + self.interval_s / _RETURNS_PER_PLACE

@@ -24,7 +24,7 @@ NOBODY = Client()
 """Whose a request is that was made in this process."""
 
 
-def giving_way(
+def sheddable(
     waiting: Iterable[tuple[Client, Work]], client: Client, *, priority: int, max_requests: int
 ) -> list[Work]:
     """The waiting requests that may be dropped for a request of this client, in the order in which they give way.

@@ -150,7 +150,7 @@ class Chat:
                     continue
                 if not (self._typed and line.startswith("/")):
                     await self._ask(line)
-                elif not self._obey(*line.partition(" ")[::2]):
+                elif not self._run_command(*line.partition(" ")[::2]):
                     break
         return INTERRUPTED if self._whole.cancelled_caught else 0
 
@@ -167,7 +167,7 @@ class Chat:
                 print()
             self._whole.cancel()
 
-    def _obey(self, command: str, rest: str) -> bool:
+    def _run_command(self, command: str, rest: str) -> bool:
         """Do what a /command says; False to leave."""
         rest = rest.strip()
         match command:

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         return CANNOT_START
     set_up_logging("warning")
     demo = _Demo(arguments)
-    status = host("demo", engine_config, server_config, visit=demo.show)
+    status = host("demo", engine_config, server_config, while_serving=demo.show)
     return status or demo.status
 
 
@@ -82,7 +82,7 @@ class _Demo:
         self._max_tokens: int = arguments.max_tokens
 
     async def show(self, server: "Server") -> None:
-        """The server's only visitor so far: ask, print the answer, say how to go on. Raises OutputLost."""
+        """The server's only client so far: ask, print the answer, say how to go on. Raises OutputLost."""
         async with while_read():
             await self._show(server)
 

@@ -51,7 +51,7 @@ _SWITCH_INTERVAL_S = 0.0005
 _LAST_STEP_S = 5.0
 _LEAVING_S = 1.0
 
-Visit: TypeAlias = Callable[["Server"], Awaitable[None]]
+WhileServing: TypeAlias = Callable[["Server"], Awaitable[None]]
 Opening: TypeAlias = Callable[[], AbstractAsyncContextManager["Engine"]]
 
 
@@ -74,15 +74,15 @@ def say_where(server: "Server") -> None:
 
 
 async def announce(server: "Server") -> None:
-    """A visit that says where the server listens, and stays."""
+    """Say where the server listens, and stay."""
     say_where(server)
     await trio.sleep_forever()
 
 
-def host(command: str, engine_config: EngineConfig, server_config: ServerConfig, *, visit: Visit) -> int:
+def host(command: str, engine_config: EngineConfig, server_config: ServerConfig, *, while_serving: WhileServing) -> int:
     """Load the model and serve it until a signal comes; the exit status.
 
-    `visit` is run once the server listens; when it returns, the server stops as it does for a signal.
+    `while_serving` is run once the server listens; when it returns, the server stops as it does for a signal.
     """
     with load_progress() as progress:
 
@@ -92,11 +92,16 @@ def host(command: str, engine_config: EngineConfig, server_config: ServerConfig,
             LOG.info("loading model %s", engine_config.model)
             return open_engine(engine_config, progress=progress)
 
-        return host_engine(command, opening, server_config, visit=visit, progress=progress)
+        return host_engine(command, opening, server_config, while_serving=while_serving, progress=progress)
 
 
 def host_engine(
-    command: str, opening: Opening, server_config: ServerConfig, *, visit: Visit, progress: LoadProgress | None = None
+    command: str,
+    opening: Opening,
+    server_config: ServerConfig,
+    *,
+    while_serving: WhileServing,
+    progress: LoadProgress | None = None,
 ) -> int:
     """Serve the engine that `opening` opens, until a signal comes; the exit status. `progress` is of its loading."""
     allow_connections(server_config.max_connections)
@@ -108,7 +113,7 @@ def host_engine(
         complain(command, f"{error.name} is not installed: a server needs `pip install 'wsbatch[server]'`")
         return CANNOT_START
     try:
-        return trio.run(_Hosting(opening, server_config, visit=visit, progress=progress).run)
+        return trio.run(_Hosting(opening, server_config, while_serving=while_serving, progress=progress).run)
     except _CannotStart as error:
         complain(command, in_flags(error))
         return CANNOT_START
@@ -120,11 +125,16 @@ class _CannotStart(Exception):
 
 class _Hosting:
     def __init__(
-        self, opening: Opening, server_config: ServerConfig, *, visit: Visit, progress: LoadProgress | None
+        self,
+        opening: Opening,
+        server_config: ServerConfig,
+        *,
+        while_serving: WhileServing,
+        progress: LoadProgress | None,
     ) -> None:
         self._opening = opening
         self._server_config = server_config
-        self._visit = visit
+        self._while_serving = while_serving
         self._progress = progress
         self._asked_to_stop = trio.Event()
         self._server: Server | None = None  # None until it listens
@@ -170,7 +180,7 @@ class _Hosting:
                 for host, port in self._server.probe_addresses:
                     LOG.info("probes and /metrics alone on %s, port %d", host, port)
                 nursery.start_soon(self._drain_when_asked, self._server)
-                nursery.start_soon(self._receive_visit, self._server)
+                nursery.start_soon(self._run_while_serving, self._server)
         if failure is not None:  # raised in there, it would come out in a group
             raise failure
 
@@ -190,8 +200,8 @@ class _Hosting:
         LOG.info("draining: this takes %g s at most; another signal ends it at once", self._server_config.drain_s)
         await self._drain(server)
 
-    async def _receive_visit(self, server: "Server") -> None:
-        await self._visit(server)
+    async def _run_while_serving(self, server: "Server") -> None:
+        await self._while_serving(server)
         await self._drain(server)
 
     async def _drain(self, server: "Server") -> None:

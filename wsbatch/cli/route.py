@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         return open_pool(arguments.replicas, pool_config, auth_token=token)
 
-    return host_engine("route", opening, server_config, visit=announce)
+    return host_engine("route", opening, server_config, while_serving=announce)
 
 
 def _replica_token(flag: str | None) -> str | None:

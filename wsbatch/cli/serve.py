@@ -98,8 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
             )
 
         replicas = _Replicas(opening)
-        return host_engine("serve", replicas.open, server_config, visit=replicas.command)
-    return host("serve", engine_config, server_config, visit=announce)
+        return host_engine("serve", replicas.open, server_config, while_serving=replicas.command)
+    return host("serve", engine_config, server_config, while_serving=announce)
 
 
 class _Replicas:

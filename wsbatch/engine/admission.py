@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from wsbatch.batching.admission import Admission, Place
-from wsbatch.batching.fairness import Client, FairShare, giving_way
+from wsbatch.batching.fairness import Client, FairShare, sheddable
 from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Scheduler
 from wsbatch.config import EngineConfig
@@ -46,7 +46,7 @@ class AdmissionControl:
 
     def refusal(self, client: Client, priority: int, waiting: Waiting) -> QueueFull | None:
         """Why a request made now would be refused whatever it holds; None if it may be let in."""
-        full = self._places.refusal(sheddable=self._sheddable(client, priority, waiting))
+        full = self._places.refusal(sheddable=self._sheddable_count(client, priority, waiting))
         return full or self._too_late(1, newcomers=1)
 
     def check(self, request: GenerateRequest) -> GenerateRequest:
@@ -59,8 +59,8 @@ class AdmissionControl:
         return request
 
     def reserve(self, request: GenerateRequest, client: Client, waiting: Waiting) -> Place:
-        """A place to tokenise the request in. Raises QueueFull where there is none, whoever might give way."""
-        return self._places.reserve(sheddable=self._sheddable(client, request.priority, waiting))
+        """A place to tokenize the request in. Raises QueueFull where there is none, whoever might give way."""
+        return self._places.reserve(sheddable=self._sheddable_count(client, request.priority, waiting))
 
     def fit(self, request: GenerateRequest, prompt_ids: Sequence[int]) -> GenerateRequest:
         """The request with its `max_tokens`: where it names none, no more than its prompt leaves.
@@ -82,7 +82,7 @@ class AdmissionControl:
             return request
         return replace(request, sampling=replace(request.sampling, max_tokens=most))
 
-    def make_way(
+    def requests_to_shed(
         self, request: GenerateRequest, client: Client, tokens: int, place: Place, waiting: Waiting
     ) -> list[Work]:
         """Who has to leave the queue for a request of so many tokens: nobody where there is room.
@@ -97,7 +97,7 @@ class AdmissionControl:
             return []
         victims: list[Work] = []
         freed = 0
-        for victim in self._giving_way(client, request.priority, waiting):
+        for victim in self._sheddable(client, request.priority, waiting):
             victims.append(victim)
             freed += len(victim.token_ids)
             if self._places.lacks(place, tokens, less_requests=len(victims), less_tokens=freed) is None:
@@ -121,17 +121,17 @@ class AdmissionControl:
         """When a retry is worth making."""
         return self._places.retry_after_ms(now_s)
 
-    def book_return(self, now_s: float) -> int:
+    def reserve_retry_ms(self, now_s: float) -> int:
         """The same for a client who is told it, and is expected then."""
-        return self._places.book_return(now_s)
+        return self._places.reserve_retry_ms(now_s)
 
-    def _sheddable(self, client: Client, priority: int, waiting: Waiting) -> int:
-        return len(self._giving_way(client, priority, waiting)) if self._places.full else 0
+    def _sheddable_count(self, client: Client, priority: int, waiting: Waiting) -> int:
+        return len(self._sheddable(client, priority, waiting)) if self._places.full else 0
 
-    def _giving_way(self, client: Client, priority: int, waiting: Waiting) -> list[Work]:
+    def _sheddable(self, client: Client, priority: int, waiting: Waiting) -> list[Work]:
         if self._scheduler.queue.least_urgent <= priority:  # found out at once: most refusals are of this kind
             return []
-        return giving_way(waiting, client, priority=priority, max_requests=self._config.max_queue_requests)
+        return sheddable(waiting, client, priority=priority, max_requests=self._config.max_queue_requests)
 
     def _too_late(self, tokens: int, *, newcomers: int = 0) -> QueueFull | None:
         """Why a request of so many prompt tokens would break a latency goal, as far as the steps so far tell.

@@ -102,19 +102,19 @@ class EngineCore:
         return refusal
 
     def turn_away(self, client: Client, priority: int, now_s: float) -> RequestError | None:
-        """The refusal of a request that is there, whatever it holds; None if it may be let in. See `expect_back`."""
+        """The refusal of a request that is there, whatever it holds; None if it may be let in. See `set_retry_time`."""
         refusal = self._refusal(client, priority)
         if refusal is not None:
-            self.expect_back(refusal, now_s)
+            self.set_retry_time(refusal, now_s)
         return refusal
 
-    def expect_back(self, error: RequestError, now_s: float) -> None:
+    def set_retry_time(self, error: RequestError, now_s: float) -> None:
         """A client is told this error. Where the queue was full, say in it when to come back; the next one comes later.
 
         Call it once for each error that a function below has raised.
         """
         if isinstance(error, QueueFull) and error.retry_after_ms is None:
-            error.retry_after_ms = self._admission.book_return(now_s)
+            error.retry_after_ms = self._admission.reserve_retry_ms(now_s)
 
     def check(self, request: GenerateRequest) -> GenerateRequest:
         """The request, if nothing is wrong with it and the engine is open. Raises RequestError."""
@@ -122,7 +122,7 @@ class EngineCore:
         return self._admission.check(request)
 
     def reserve(self, request: GenerateRequest, client: Client) -> Place:
-        """A place to tokenise the request in. Raises QueueFull where there is none, whoever might give way."""
+        """A place to tokenize the request in. Raises QueueFull where there is none, whoever might give way."""
         return self._admission.reserve(request, client, self._waiting())
 
     def queue_deadline_s(self, request: GenerateRequest, arrived_s: float) -> float:
@@ -143,16 +143,16 @@ class EngineCore:
         requests that give way are dropped, and the place is the live request's.
         """
         request = outbox.request
-        self._check_open()  # once more: tokenising may have taken long
+        self._check_open()  # once more: tokenizing may have taken long
         token_ids = (*prompt_ids, *request.resume_token_ids)
-        victims = self._admission.make_way(request, client, len(token_ids), place, self._waiting())
+        victims = self._admission.requests_to_shed(request, client, len(token_ids), place, self._waiting())
         ends = frozenset(request.sampling.stop_token_ids)
         if not request.sampling.ignore_eos:
             ends |= self._info.eos_token_ids
         output = Output(request, prompt_ids, codec=self._codec, end_ids=ends)
         # From here on nothing fails.
         for victim in victims:
-            retry_after_ms = self._admission.book_return(now_s)
+            retry_after_ms = self._admission.reserve_retry_ms(now_s)
             shed = Shed("dropped from the queue for a more urgent request", retry_after_ms=retry_after_ms)
             self._fail([victim.key], shed, now_s)
         place.fill(len(token_ids))
@@ -226,7 +226,7 @@ class EngineCore:
             self._slot_phases, outcome.cost, tokens=len(outcome.tokens), started_s=began_s, ended_s=now_s
         )
         self._deliver(outcome, now_s)
-        self._settle(now_s)
+        self._finish_released(now_s)
         self._changed()
 
     def abort(self, error: StepFailed, now_s: float) -> None:
@@ -234,7 +234,7 @@ class EngineCore:
         self._step_began_s = None
         self.health.record([error], tokens=0, now_s=now_s)
         self._fail(self.scheduler.abort(now_s), ModelError(f"the model failed: {error}"), now_s)
-        self._settle(now_s)
+        self._finish_released(now_s)
 
     def _start(self, live: LiveRequest, now_s: float) -> None:
         live.started_s = now_s
@@ -260,7 +260,7 @@ class EngineCore:
                 slow = SlowConsumer(f"more than {bound} tokens are unread, the most allowed")
                 self._fail([token.key], slow, now_s)
 
-    def _settle(self, now_s: float) -> None:
+    def _finish_released(self, now_s: float) -> None:
         """Slots that became free: what waited for that is told now."""
         for release in self.scheduler.releases():
             live = self._live.pop(release.key)
@@ -343,7 +343,7 @@ class EngineCore:
             live = self._live.pop(key)
             self._admission.leave(live.place, live.client)
         else:
-            self._settle(now_s)
+            self._finish_released(now_s)
         self._changed()
 
     # What others are told

@@ -63,9 +63,9 @@ class Engine(Protocol):
         client: Client = NOBODY,
         on_event: Callable[[Stream], None] | None = None,
     ) -> Stream:
-        """Tokenise and admit a request; its stream begins with `Accepted`.
+        """Tokenize and admit a request; its stream begins with `Accepted`.
 
-        Waits for the tokeniser only, never for room. Raises RequestError where the request is refused. Cancelled, it
+        Waits for the tokenizer only, never for room. Raises RequestError where the request is refused. Cancelled, it
         leaves nothing behind. Requests of one `client` share its part of the queue, fairly with other clients.
         `on_event` is called whenever the stream turns from empty to non-empty.
         """

@@ -15,7 +15,7 @@ from wsbatch.engine.execution import Execution
 from wsbatch.engine.interface import EngineState
 from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.engine.stream import Stream
-from wsbatch.engine.tokenising import Tokenising
+from wsbatch.engine.tokenization import PromptTokenizer
 from wsbatch.engine.watch import Watcher
 from wsbatch.engine.worker import Worker
 from wsbatch.errors import EngineDead, QueueTimeout, RequestError, StepFailed
@@ -35,7 +35,7 @@ class BatchEngine:
         scheduler: decides when and who.
         worker: runs the steps.
         codec: turns ids into text.
-        tokenise: turns a request into prompt ids, off the event loop where it takes long.
+        tokenize: turns a request into prompt ids, off the event loop where it takes long.
 
     Attributes:
         core: the owner of every live request. Only this shell may call what changes it.
@@ -49,11 +49,11 @@ class BatchEngine:
         scheduler: Scheduler,
         worker: Worker,
         codec: TextCodec,
-        tokenise: Tokenising,
+        tokenize: PromptTokenizer,
     ) -> None:
         self.info = info
         self.core = EngineCore(config, info=info, scheduler=scheduler, codec=codec, now_s=trio.current_time())
-        self._tokenise = tokenise
+        self._tokenize = tokenize
         self._execution = Execution(worker, stall_s=config.step_stall_s)
         # Keys of new requests: they wake the loop. Unbounded: admission bounds what is in it.
         self._arrivals, self._inbox = trio.open_memory_channel[int](inf)
@@ -111,7 +111,7 @@ class BatchEngine:
     ) -> Stream:
         """See `Engine.submit`."""
         core, arrived_s = self.core, trio.current_time()
-        await trio.lowlevel.checkpoint()  # even where the tokeniser does not wait: a burst must not starve the loop
+        await trio.lowlevel.checkpoint()  # even where the tokenizer does not wait: a burst must not starve the loop
         try:
             request = core.check(request)
             with core.reserve(request, client) as place:
@@ -122,7 +122,7 @@ class BatchEngine:
                 core.add(stream, prompt_ids, place, client=client, arrived_s=arrived_s, now_s=now_s)
         except RequestError as error:
             self.metrics.count_refused(error.code)
-            core.expect_back(error, trio.current_time())
+            core.set_retry_time(error, trio.current_time())
             raise
         if core.next_deadline_s < self._expires_s:
             self._deadline_moved.set()
@@ -202,10 +202,10 @@ class BatchEngine:
             await self._execution.probe(self.core)
 
     async def _prompt_ids(self, request: GenerateRequest, client: Client, deadline_s: float) -> list[int]:
-        """Waits for the tokeniser; for the whole queue timeout at most. Raises RequestError."""
+        """Waits for the tokenizer; for the whole queue timeout at most. Raises RequestError."""
         with trio.move_on_at(deadline_s):
-            return await self._tokenise(request, client)
-        raise QueueTimeout("the request waited to be tokenised for its whole queue timeout")
+            return await self._tokenize(request, client)
+        raise QueueTimeout("the request waited to be tokenized for its whole queue timeout")
 
     async def _expire(self) -> None:
         """Tell the core when its next deadline has come."""

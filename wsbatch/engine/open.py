@@ -15,7 +15,7 @@ from wsbatch.batching.scheduler import Scheduler
 from wsbatch.config import EngineConfig
 from wsbatch.engine.loop import BatchEngine
 from wsbatch.engine.metrics import EngineMetrics
-from wsbatch.engine.tokenising import Run, Tokenising, in_thread
+from wsbatch.engine.tokenization import PromptTokenizer, Run, in_thread
 from wsbatch.engine.worker import ThreadWorker, Worker
 from wsbatch.steps import Model, ModelInfo
 from wsbatch.text import ByteText, TextCodec
@@ -97,7 +97,7 @@ def assemble(
         info: the model's facts.
         worker: runs the model.
         codec: the model's text.
-        run: where long texts are tokenised, see `Tokenising`.
+        run: where long texts are tokenized, see `PromptTokenizer`.
     """
     config = for_device(config, info)
     info = as_served(info, config)
@@ -107,7 +107,7 @@ def assemble(
         scheduler=make_scheduler(config, now_s=trio.current_time()),
         worker=worker,
         codec=codec,
-        tokenise=Tokenising(codec, info.max_model_len, run=run),
+        tokenize=PromptTokenizer(codec, info.max_model_len, run=run),
     )
 
 

@@ -30,7 +30,7 @@ class _Job:
         self.done = trio.Event()
         self.outcome: outcome.Outcome[StepResult] | None = None
 
-    def settle(self, result: outcome.Outcome[StepResult]) -> None:
+    def finish(self, result: outcome.Outcome[StepResult]) -> None:
         self.outcome = result
         self.done.set()
 
@@ -79,4 +79,4 @@ class ThreadWorker:
         model = build()
         token.run_sync_soon(ready, model.info)
         while (job := self._jobs.get()) is not None:
-            token.run_sync_soon(job.settle, outcome.capture(model.run, job.plan))
+            token.run_sync_soon(job.finish, outcome.capture(model.run, job.plan))

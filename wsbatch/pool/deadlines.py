@@ -7,7 +7,7 @@ import trio
 
 from wsbatch.config import PoolConfig
 from wsbatch.messages import GenerateRequest
-from wsbatch.pool.patience import PatienceClock
+from wsbatch.pool.loop_clock import LoopClock
 
 # A replica keeps a request's own timeouts, and knows better how it ended: the pool steps in after this.
 _LATE_S = 0.25
@@ -29,7 +29,7 @@ class Deadlines:
         armed_s: the next look that the pool was asked for.
     """
 
-    def __init__(self, request: GenerateRequest, config: PoolConfig, clock: PatienceClock) -> None:
+    def __init__(self, request: GenerateRequest, config: PoolConfig, clock: LoopClock) -> None:
         now_s = trio.current_time()
         self.timeout_s = _after(now_s, request.timeout_ms)
         self.queue_timeout_s = _after(now_s, request.queue_timeout_ms)

@@ -16,8 +16,8 @@ from wsbatch.engine.stream import Stream
 from wsbatch.engine.watch import BatchRecorder, Watcher
 from wsbatch.errors import Draining, QueueFull, RequestError
 from wsbatch.messages import DEFAULT_PRIORITY, Failed, Finished, GenerateRequest, Hello, Status
+from wsbatch.pool.loop_clock import LoopClock
 from wsbatch.pool.metrics import PoolMetrics
-from wsbatch.pool.patience import PatienceClock
 from wsbatch.pool.placement import Placement
 from wsbatch.pool.replica import Kind, Replica
 from wsbatch.pool.route import Route
@@ -38,7 +38,7 @@ class EnginePool:
         self.metrics = EngineMetrics()
         self.replicas: dict[str, Replica] = {}
         self.config = config or PoolConfig()
-        self.clock = PatienceClock()
+        self.clock = LoopClock()
         self._upkeeps: dict[Replica, Upkeep] = {}
         self._hello: Hello | None = None  # of the kind that has been here the longest
         self._first = trio.Event()

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from wsbatch.config import PoolConfig
 from wsbatch.errors import RequestError
-from wsbatch.pool.patience import PatienceClock
+from wsbatch.pool.loop_clock import LoopClock
 from wsbatch.pool.replica import Kind, Replica
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class Pool(Protocol):
         ...
 
     @property
-    def clock(self) -> PatienceClock:
+    def clock(self) -> LoopClock:
         """Silences are measured on it."""
         ...
 

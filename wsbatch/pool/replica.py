@@ -12,8 +12,8 @@ from wsbatch.client.stream import Sink
 from wsbatch.config import PoolConfig
 from wsbatch.errors import ConnectionLost, QueueFull, WsbatchError
 from wsbatch.messages import Hello, Limits, Status
+from wsbatch.pool.loop_clock import LoopClock
 from wsbatch.pool.outlier import Outlier
-from wsbatch.pool.patience import PatienceClock
 
 _logger = logging.getLogger("wsbatch.pool")
 
@@ -86,7 +86,7 @@ class Replica:
         name: str,
         config: PoolConfig,
         *,
-        clock: PatienceClock,
+        clock: LoopClock,
         on_change: Callable[["Replica"], None],
         on_lost: Callable[["Replica"], None],
     ) -> None:

@@ -17,7 +17,7 @@ from wsbatch.client.errors import ProtocolError, printable
 from wsbatch.config import PoolConfig
 from wsbatch.errors import ConnectionLost, WsbatchError
 from wsbatch.messages import Hello, Status
-from wsbatch.pool.patience import PatienceClock
+from wsbatch.pool.loop_clock import LoopClock
 from wsbatch.pool.replica import Replica
 
 _logger = logging.getLogger("wsbatch.pool")
@@ -48,7 +48,7 @@ class Upkeep:
         dial: Dial,
         config: PoolConfig,
         *,
-        clock: PatienceClock,
+        clock: LoopClock,
         admit: Callable[[Hello], None],
     ) -> None:
         self._replica = replica

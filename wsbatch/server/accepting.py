@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import trio
 
 from wsbatch.server.endings import RawStream
-from wsbatch.server.strangers import Strangers
+from wsbatch.server.pending import PendingConnections
 
 LOG = logging.getLogger("wsbatch.transport")
 
@@ -45,12 +45,12 @@ class AcceptingListener(trio.abc.Listener[RawStream]):
 
     Args:
         listener: accepts.
-        strangers: of whom the oldest gives way.
+        pending: of whom the oldest gives way.
     """
 
-    def __init__(self, listener: trio.abc.Listener[RawStream], strangers: Strangers) -> None:
+    def __init__(self, listener: trio.abc.Listener[RawStream], pending: PendingConnections) -> None:
         self._listener = listener
-        self._strangers = strangers
+        self._pending = pending
         self._failures = 0  # since they were last logged
         self._logged_s = -_LOG_S
 
@@ -63,7 +63,7 @@ class AcceptingListener(trio.abc.Listener[RawStream]):
                 if error.errno not in _NO_ROOM:
                     raise
                 self._note(error)
-                self._strangers.make_room()
+                self._pending.make_room()
                 await trio.sleep(_PAUSE_S)
 
     async def aclose(self) -> None:

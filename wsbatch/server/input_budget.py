@@ -5,7 +5,7 @@ from math import inf
 
 import trio
 
-from wsbatch.server.memory import FreedMemory, Tide
+from wsbatch.server.memory import FreedMemory, HighWaterMark
 
 _GRACE_S = 5.0
 """How long a message may take to arrive while others wait for the room that it has."""
@@ -94,7 +94,7 @@ class InputBudget:
         self.used_bytes = 0
         self._most_bytes = most_bytes
         self._memory = memory
-        self._tide = Tide(_WORTH_GIVING_BACK_BYTES)
+        self._high_water = HighWaterMark(_WORTH_GIVING_BACK_BYTES)
         self._shares: dict[Share, None] = {}  # the oldest first
         self._arriving: dict[Share, None] = {}  # those that are neither complete nor waiting
         self._waiters: deque[_Waiter] = deque()
@@ -176,5 +176,5 @@ class InputBudget:
     def _set(self, share: Share, size: int) -> None:
         self.used_bytes += size - share.held_bytes
         share.held_bytes = size
-        if self._tide.falls(self.used_bytes):
+        if self._high_water.halved(self.used_bytes):
             self._memory.note()

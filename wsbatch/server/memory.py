@@ -30,19 +30,19 @@ class FreedMemory:
             give_back()
 
 
-class Tide:
-    """Follows a level, and tells when it has fallen to half of its height, from a height on that is `worth` noting."""
+class HighWaterMark:
+    """A high-water mark: tells when the level has fallen to half of it. A mark under `worth` is ignored."""
 
     def __init__(self, worth: int) -> None:
         self._worth = worth
-        self._height = 0
+        self._mark = 0
 
-    def falls(self, level: int) -> bool:
-        """The level is this now; whether that is half of the height, which is then counted anew from here."""
-        self._height = max(self._height, level)
-        fallen = self._height >= self._worth and level <= self._height // 2
+    def halved(self, level: int) -> bool:
+        """The level is this now. True where that is half of the mark or less; the mark then starts again from here."""
+        self._mark = max(self._mark, level)
+        fallen = self._mark >= self._worth and level <= self._mark // 2
         if fallen:
-            self._height = level
+            self._mark = level
         return fallen
 
 

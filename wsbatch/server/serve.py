@@ -13,13 +13,13 @@ from wsbatch.config import ServerConfig
 from wsbatch.engine.interface import Engine
 from wsbatch.errors import Draining, RequestError
 from wsbatch.server.accepting import open_listeners
+from wsbatch.server.client_deadlines import ClientDeadlines
 from wsbatch.server.connection import Connection
 from wsbatch.server.endings import RawStream
 from wsbatch.server.handshake import probe_refusal, readable_by
 from wsbatch.server.http import Answer, Head, plain_answer
 from wsbatch.server.memory import FreedMemory
 from wsbatch.server.page import page_answer
-from wsbatch.server.patience import Patience
 from wsbatch.server.session import Session
 from wsbatch.server.transport import Transport
 from wsbatch.wire import CODECS, SUBPROTOCOLS, WireLimits
@@ -50,15 +50,15 @@ async def serve(
             for listener in listeners:
                 listener.socket.close()
             raise
-    patience = Patience()
-    with patience.watching():
+    deadlines = ClientDeadlines()
+    with deadlines.watching():
         server = Server(
             engine,
             config,
             addresses=_addresses(listeners),
             probe_addresses=_addresses(probed),
             tls=tls,
-            patience=patience,
+            deadlines=deadlines,
         )
         await server.run(listeners, probed, task_status=task_status)
 
@@ -79,7 +79,7 @@ class Server:
         addresses: list[tuple[str, int]],
         probe_addresses: Sequence[tuple[str, int]] = (),
         tls: ssl.SSLContext | None = None,
-        patience: Patience | None = None,
+        deadlines: ClientDeadlines | None = None,
     ) -> None:
         self.addresses = addresses
         self.probe_addresses = list(probe_addresses)
@@ -90,7 +90,7 @@ class Server:
         self._codecs = {name: codec(limits) for name, codec in CODECS.items()}
         self._decoding = trio.Lock()
         self._memory = FreedMemory()
-        self._patience = patience or Patience()
+        self._deadlines = deadlines or ClientDeadlines()
         self._sessions: set[Session] = set()
         self._transport = Transport(
             config,
@@ -100,7 +100,7 @@ class Server:
             refusal=self._turn_away,
             metrics=engine.metrics,
             memory=self._memory,
-            patience=self._patience,
+            deadlines=self._deadlines,
             tls=tls,
         )
         self._scope = trio.CancelScope(shield=True)
@@ -262,7 +262,7 @@ class Server:
     async def _serve_session(self, connection: Connection) -> None:
         codec = self._codecs[connection.subprotocol or SUBPROTOCOLS[0]]
         session = Session(
-            connection, self._engine, self._config, codec=codec, decoding=self._decoding, patience=self._patience
+            connection, self._engine, self._config, codec=codec, decoding=self._decoding, deadlines=self._deadlines
         )
         self._sessions.add(session)
         if self._stopping.is_set():  # during its handshake

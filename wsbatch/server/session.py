@@ -34,8 +34,8 @@ from wsbatch.messages import (
     Usage,
     Watch,
 )
+from wsbatch.server.client_deadlines import ClientDeadlines
 from wsbatch.server.connection import Connection, Disconnected, Received
-from wsbatch.server.patience import Patience
 from wsbatch.server.wake import Wake
 from wsbatch.server.watch import WatchPacer
 from wsbatch.wire import PROTOCOL_VERSION, Codec, DecodeError
@@ -72,7 +72,7 @@ class Session:
     Args:
         decoding: held while a message is decoded that takes more than one step: shared by the sessions of a server, so
             that the event loop does one such step a turn, and there is one half-built message at a time.
-        patience: for what the client has to read in time.
+        deadlines: for what the client has to read in time.
 
     Attributes:
         sent_frames: written so far.
@@ -86,7 +86,7 @@ class Session:
         *,
         codec: Codec,
         decoding: trio.Lock | None = None,
-        patience: Patience | None = None,
+        deadlines: ClientDeadlines | None = None,
     ) -> None:
         self.sent_frames = 0
         self._connection = connection
@@ -95,7 +95,7 @@ class Session:
         self._codec = codec
         self._client = Client(connection.peer, object())  # not the session: that would be a cycle
         self._decoding = decoding or trio.Lock()
-        self._patience = patience or Patience()
+        self._deadlines = deadlines or ClientDeadlines()
         self._live: dict[RequestId, _Live] = {}
         self._answers: deque[ServerMessage] = deque([self._hello()])  # frames of no stream; they go first
         self._ready: dict[Stream, None] = {}  # insertion order is the order of turns
@@ -243,7 +243,7 @@ class Session:
             self._refuse(request.id, QuotaExceeded(f"{most} requests are live on this connection, the most allowed"))
         else:
             live = self._live[request.id] = _Live()
-            # In a task: a long prompt is tokenised meanwhile, and its cancel or the disconnect must be seen.
+            # In a task: a long prompt is tokenized meanwhile, and its cancel or the disconnect must be seen.
             if received.share is not None:
                 received.share.resize(_held_bytes(request))
             nursery.start_soon(self._submit, request, live, received)
@@ -291,7 +291,7 @@ class Session:
     async def _write(self, session: trio.CancelScope) -> None:
         """Send until the session closes, then close; abort where a frame cannot be sent in time."""
         # One scope whose deadline moves: a scope a frame would cost a tenth of the frame.
-        with self._writing, self._patience.includes(self._writing), suppress(Disconnected):
+        with self._writing, self._deadlines.includes(self._writing), suppress(Disconnected):
             code, reason = await self._write_all()
             self._parting = True
             await self._connection.close(code, reason)

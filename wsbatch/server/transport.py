@@ -15,20 +15,20 @@ from wsbatch.config import ServerConfig
 from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.errors import QueueFull, RequestError, TooLarge
 from wsbatch.server.accepting import AcceptingListener
+from wsbatch.server.client_deadlines import ClientDeadlines
 from wsbatch.server.connection import Connection, Disconnected
 from wsbatch.server.endings import RawStream, linger, reset
 from wsbatch.server.handshake import Upgrade, accept_upgrade
 from wsbatch.server.http import Answer, Exchange, Head, HttpError, refused
 from wsbatch.server.input_budget import InputBudget
-from wsbatch.server.memory import FreedMemory, Tide
-from wsbatch.server.patience import Patience
-from wsbatch.server.strangers import Strangers
+from wsbatch.server.memory import FreedMemory, HighWaterMark
+from wsbatch.server.pending import PendingConnections
 from wsbatch.server.websocket import WebSocket
 
 LOG = logging.getLogger("wsbatch.transport")
 
 _READ_BYTES = 16_384
-_FEWEST_STRANGERS = _MOST_PROBES = 64
+_FEWEST_PENDING = _MOST_PROBES = 64
 _WORTH_GIVING_BACK = 256  # connections, of 20 to 30 KiB
 _REFUSALS = {1009: TooLarge.code, 1013: QueueFull.code}  # by close code
 _UNEXPECTED = "a connection ended by an unexpected error"
@@ -47,7 +47,7 @@ class Transport:
         refusal: why no connection may be upgraded now; None where one may.
         metrics: connections and refusals are counted here.
         memory: is told when much of it is free again.
-        patience: for what clients have to do in time.
+        deadlines: for what clients have to do in time.
         tls: None serves in the clear.
 
     Attributes:
@@ -64,7 +64,7 @@ class Transport:
         refusal: Callable[[], RequestError | None],
         metrics: EngineMetrics,
         memory: FreedMemory,
-        patience: Patience,
+        deadlines: ClientDeadlines,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._config = config
@@ -77,11 +77,11 @@ class Transport:
         self.budget = InputBudget(config.max_input_bytes, memory)
         self._open = 0
         self._memory = memory
-        self._patience = patience
-        self._tide = Tide(_WORTH_GIVING_BACK)
+        self._deadlines = deadlines
+        self._high_water = HighWaterMark(_WORTH_GIVING_BACK)
         self._websockets = 0
-        self._strangers = Strangers(max(config.max_connections, _FEWEST_STRANGERS))
-        self._probes = Strangers(_MOST_PROBES)
+        self._pending = PendingConnections(max(config.max_connections, _FEWEST_PENDING))
+        self._probes = PendingConnections(_MOST_PROBES)
 
     def __repr__(self) -> str:
         return f"<Transport {self._open} open, {self._websockets} of them WebSockets>"
@@ -94,7 +94,7 @@ class Transport:
 
     def accepting(self, listener: trio.abc.Listener[RawStream]) -> AcceptingListener:
         """The listener, for `handle` or `handle_probe`: where there are no descriptors left it makes room."""
-        return AcceptingListener(listener, self._strangers)
+        return AcceptingListener(listener, self._pending)
 
     async def handle(self, raw: RawStream) -> None:
         """Serve one connection to its end. Whatever happens on it, nothing but cancellation comes out."""
@@ -119,12 +119,12 @@ class Transport:
 
     def _count(self, change: int) -> None:
         self._open += change
-        if self._tide.falls(self._open):
+        if self._high_water.halved(self._open):
             self._memory.note()
 
     async def _converse(self, raw: RawStream) -> None:
         opening = None
-        with self._strangers.one() as stay:
+        with self._pending.one() as stay:
             opening = await self._open_up(raw, self._tls, self._answer_to)
         if opening is not None:
             await self._serve_websocket(raw, opening)
@@ -144,19 +144,19 @@ class Transport:
         stream: trio.abc.Stream = raw
         secured = True
         answer: Answer | Upgrade | None = None
-        with self._patience.after(self._config.head_timeout_s) as patience:
+        with self._deadlines.after(self._config.head_timeout_s) as scope:
             if tls is not None:
                 secured = False
                 stream = trio.SSLStream(raw, tls, server_side=True, https_compatible=True)
                 await stream.do_handshake()
                 secured = True
             answer = await self._read_head(stream, exchange, answer_to)
-        if patience.cancelled_caught and secured:
+        if scope.cancelled_caught and secured:
             answer = HttpError(408, f"the request took longer than {self._config.head_timeout_s} s").answer
         if isinstance(answer, Upgrade):
             return _Opening(stream, exchange.upgrade(answer.headers), exchange.rest, answer.subprotocol)
         if answer is not None:
-            with self._patience.after(self._config.close_timeout_s):
+            with self._deadlines.after(self._config.close_timeout_s):
                 await stream.send_all(exchange.answer(answer))
                 if answer.status >= 400:
                     await linger(raw)
@@ -206,7 +206,7 @@ class Transport:
                     subprotocol=opening.subprotocol,
                     nursery=nursery,
                     budget=self.budget,
-                    patience=self._patience,
+                    deadlines=self._deadlines,
                 )
                 nursery.start_soon(websocket.keep_alive)
                 try:
@@ -221,7 +221,7 @@ class Transport:
             if (code := websocket.refused) is not None:
                 # Closing now would reset the connection, and the client, still writing, would never read why.
                 self._metrics.count_refused(_REFUSALS.get(code, "bad_request"))
-                with self._patience.after(self._config.close_timeout_s):
+                with self._deadlines.after(self._config.close_timeout_s):
                     await linger(raw)
         finally:
             self._websockets -= 1

@@ -12,11 +12,11 @@ from wsproto.events import BytesMessage, CloseConnection, Event, Ping, Pong, Tex
 from wsproto.utilities import LocalProtocolError
 
 from wsbatch.config import ServerConfig
+from wsbatch.server.client_deadlines import ClientDeadlines
 from wsbatch.server.connection import Disconnected, Received
 from wsbatch.server.endings import RawStream, reset
 from wsbatch.server.frame_rate import FrameRate, TooManyFrames
 from wsbatch.server.input_budget import InputBudget, Share
-from wsbatch.server.patience import Patience
 from wsbatch.server.peer import peer_of
 from wsbatch.wire import Text
 
@@ -48,7 +48,7 @@ class WebSocket:
         raw: below `stream`.
         nursery: for the tasks that answer pings.
         budget: of the memory that large messages take.
-        patience: for what the client has to do in time.
+        deadlines: for what the client has to do in time.
 
     Attributes:
         refused: the close code, where the client is closed for what it sent: it may be sending still.
@@ -64,7 +64,7 @@ class WebSocket:
         subprotocol: str | None,
         nursery: trio.Nursery,
         budget: InputBudget,
-        patience: Patience,
+        deadlines: ClientDeadlines,
     ) -> None:
         self.subprotocol = subprotocol
         self.peer = peer_of(raw)
@@ -74,7 +74,7 @@ class WebSocket:
         self._config = config
         self._nursery = nursery
         self._budget = budget
-        self._patience = patience
+        self._deadlines = deadlines
         self._protocol = Connection(ConnectionType.SERVER, trailing_data=rest)
         self._rate = FrameRate()
         self._frames = 0  # handled since others had their turn
@@ -117,7 +117,7 @@ class WebSocket:
 
     async def close(self, code: int, reason: str) -> None:
         """See `connection.Connection`."""
-        with self._patience.after(self._config.close_timeout_s), suppress(Disconnected):
+        with self._deadlines.after(self._config.close_timeout_s), suppress(Disconnected):
             await self._send(CloseConnection(code=code, reason=reason))
             while True:  # until the client has answered; whoever is receiving is given no more messages
                 await self.receive()
@@ -135,7 +135,7 @@ class WebSocket:
                 await trio.sleep_until(ping_at)
                 continue
             reads = self._reads
-            with self._patience.after(self._config.ping_timeout_s):
+            with self._deadlines.after(self._config.ping_timeout_s):
                 with suppress(Disconnected):
                     await self._send(Ping())
                 await trio.sleep_forever()
@@ -175,7 +175,7 @@ class WebSocket:
         if self._share is None:
             self._share = self._budget.share(self._config.message_timeout_s)
         await self._share.reserve(len(self._message) + _READ_BYTES)
-        with self._share.reading() as scope, self._patience.includes(scope):
+        with self._share.reading() as scope, self._deadlines.includes(scope):
             return await self._stream.receive_some(_READ_BYTES)
         if self._share.given_up:
             raise _Refused(1013, "the message came too slowly for a server that is short of room")
@@ -237,13 +237,13 @@ class WebSocket:
         if self._protocol.state is ConnectionState.OPEN:
             raise _Refused(event.code, event.reason or "")
         if self._protocol.state is ConnectionState.REMOTE_CLOSING:
-            with self._patience.after(self._config.close_timeout_s), suppress(Disconnected):
+            with self._deadlines.after(self._config.close_timeout_s), suppress(Disconnected):
                 await self._send(event.response())
         self._ended = True
 
     async def _refuse(self, refusal: _Refused) -> None:
         self.refused = refusal.code
-        with self._patience.after(self._config.close_timeout_s), suppress(Disconnected):
+        with self._deadlines.after(self._config.close_timeout_s), suppress(Disconnected):
             await self._send(CloseConnection(code=refusal.code, reason=refusal.reason))
 
     async def _send(self, *events: Event) -> None:

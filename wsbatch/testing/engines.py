@@ -31,8 +31,8 @@ class ScriptedEngine:
     Attributes:
         live: accepted streams without a terminal event, oldest first.
         submitting: requests whose `submit` has not returned.
-        submit_s: how long `submit` takes, as tokenising would.
-        cancellable: whether a `submit` that is cancelled ends at once; a thread that tokenises does not.
+        submit_s: how long `submit` takes, as tokenizing would.
+        cancellable: whether a `submit` that is cancelled ends at once; a thread that tokenizes does not.
         recorder: what watchers see; a test records its steps.
         clients: who made each request, in order.
         refuse: what `submit` raises and `refusal` returns; None lets everything in.

@@ -42,7 +42,7 @@ class VirtualWorker:
         return self.model.compute(plan)
 
 
-async def tokenise_here(function: Callable[[], list[int]], own: trio.CapacityLimiter) -> list[int]:
+async def tokenize_here(function: Callable[[], list[int]], own: trio.CapacityLimiter) -> list[int]:
     """Stands in for a thread: autojump would count a real one as idle time and jump over it."""
     await trio.lowlevel.checkpoint()
     return function()
@@ -57,7 +57,7 @@ async def open_virtual_engine(
         costs or StepCosts(), max_model_len=config.max_model_len or 8192, block_tokens=config.block_tokens
     )
     worker = VirtualWorker(model)
-    engine = assemble(config, info=model.info, worker=worker, codec=codec or ByteText(), run=tokenise_here)
+    engine = assemble(config, info=model.info, worker=worker, codec=codec or ByteText(), run=tokenize_here)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(engine.run)
         yield engine, worker

@@ -1,4 +1,4 @@
-"""Text to ids and back: chat templates, tokenising, incremental detokenising, stop strings. No torch."""
+"""Text to ids and back: chat templates, tokenizing, incremental detokenizing, stop strings. No torch."""
 
 from wsbatch.text.codec import ByteText, HuggingFaceText, TextCodec
 from wsbatch.text.detokenize import Detokenizer, StopText

@@ -18,7 +18,7 @@ class TextCodec(Protocol):
 
     Attributes:
         max_token_bytes: the UTF-8 length of the longest token: a text of n bytes is at least n / max_token_bytes
-            tokens, which tells before tokenising that it cannot fit. (Not where a tokenizer drops or contracts text,
+            tokens, which tells before tokenizing that it cannot fit. (Not where a tokenizer drops or contracts text,
             as with an unknown word that is one token: there the bound is a limit on size.)
         eos_token_ids: ids that end an output.
     """

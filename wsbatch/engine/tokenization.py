@@ -12,18 +12,18 @@ from wsbatch.messages import GenerateRequest
 from wsbatch.text import TextCodec
 
 _INLINE_BYTES = 2048
-"""Up to here tokenising on the event loop costs less than a hop to a thread and back."""
+"""Up to here tokenizing on the event loop costs less than a hop to a thread and back."""
 _MESSAGE_BYTES = 64
 """What the chat template costs for a message, however short, is what so many bytes of text cost."""
 
 _THREADS = 2
 
-_threads = trio.lowlevel.RunVar[trio.CapacityLimiter]("wsbatch tokenising")
+_threads = trio.lowlevel.RunVar[trio.CapacityLimiter]("wsbatch tokenization")
 
 Run = Callable[[Callable[[], list[int]], trio.CapacityLimiter], Awaitable[list[int]]]
 
 
-class _Both:
+class _TwoLimits:
     """A limiter for `trio.to_thread`: the thread counts against a client's own bound first, then against that of all.
 
     Both are held until the thread is done, also where nobody waits for it any more: abandoned work is work.
@@ -54,16 +54,16 @@ async def in_thread(function: Callable[[], list[int]], own: trio.CapacityLimiter
         threads = trio.CapacityLimiter(_THREADS)
         _threads.set(threads)
     # A limiter is anything with these two methods, by trio's documentation, but not by its annotations.
-    limiter: Any = _Both(own, threads)
+    limiter: Any = _TwoLimits(own, threads)
     return await trio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=limiter)
 
 
-class Tokenising:
+class PromptTokenizer:
     """Callable: turns a request into prompt ids.
 
     Args:
         codec: the model's tokenizer.
-        max_model_len: in tokens; a text that cannot be so short is refused by its size, before tokenising.
+        max_model_len: in tokens; a text that cannot be so short is refused by its size, before tokenizing.
         run: runs a long text's encoding elsewhere; virtual time, which real threads would break, passes a stand-in.
     """
 
@@ -76,7 +76,7 @@ class Tokenising:
     async def __call__(self, request: GenerateRequest, client: Client) -> list[int]:
         """Waits for a thread where the text is long; cancelling abandons it. Raises BadRequest or TooLarge.
 
-        Of each client one text at a time is tokenised on a thread: its others wait behind it, and nobody else does.
+        Of each client one text at a time is tokenized on a thread: its others wait behind it, and nobody else does.
         """
         if request.parse_special and request.prompt is None:
             raise BadRequest("parse_special: goes with prompt: a chat template has its special tokens, ids are tokens")

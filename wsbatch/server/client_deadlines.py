@@ -1,4 +1,4 @@
-"""Deadlines for what clients have to do, put off by the time in which this process did not run."""
+"""Clients' deadlines, which do not count the time in which this process did not run."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from wsbatch.engine.watchdog import SUSPENDED_S
 _LOOK_S = 0.5
 
 
-class Patience(trio.abc.Instrument):
+class ClientDeadlines(trio.abc.Instrument):
     """A client that reads all along must not seem stuck because the server was suspended, or its event loop was held.
 
     Both look the same when it goes on: every deadline has passed, and the loop would act on that before it reads what
@@ -29,7 +29,7 @@ class Patience(trio.abc.Instrument):
 
     @contextmanager
     def after(self, seconds: float) -> Iterator[trio.CancelScope]:
-        """`trio.move_on_after`, with patience."""
+        """`trio.move_on_after`, put off as all scopes here are."""
         with trio.move_on_after(seconds) as scope, self.includes(scope):
             yield scope
 
@@ -56,7 +56,7 @@ class Patience(trio.abc.Instrument):
             trio.lowlevel.remove_instrument(self)
 
     def put_off(self, seconds: float) -> None:
-        """So much time does not count."""
+        """Move all deadlines by so much time."""
         for scope in self._scopes:
             scope.deadline += seconds
 

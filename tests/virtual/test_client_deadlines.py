@@ -4,7 +4,7 @@ import pytest
 import trio
 import trio.testing
 
-from wsbatch.server.patience import Patience
+from wsbatch.server.client_deadlines import ClientDeadlines
 
 Clock = trio.testing.MockClock
 
@@ -15,7 +15,7 @@ class Process:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._real_s = 0.0
-        self.patience = Patience(now=lambda: self._real_s)
+        self.deadlines = ClientDeadlines(now=lambda: self._real_s)
 
     def stop(self, seconds: float) -> None:
         self._clock.jump(seconds)
@@ -24,7 +24,7 @@ class Process:
 
 async def test_a_deadline_is_put_off_by_what_the_process_was_stopped(autojump_clock: Clock) -> None:
     process = Process(autojump_clock)
-    with process.patience.watching(), process.patience.after(10) as scope:
+    with process.deadlines.watching(), process.deadlines.after(10) as scope:
         await trio.sleep(4)
         process.stop(100)
         await trio.sleep(5)
@@ -37,7 +37,7 @@ async def test_a_deadline_is_put_off_by_what_the_process_was_stopped(autojump_cl
 
 async def test_what_has_happened_meanwhile_comes_first(autojump_clock: Clock) -> None:
     process = Process(autojump_clock)
-    with process.patience.watching(), process.patience.after(10):
+    with process.deadlines.watching(), process.deadlines.after(10):
         process.stop(100)
         await trio.lowlevel.checkpoint()  # a deadline that had passed would be acted on here
         done = True
@@ -46,16 +46,16 @@ async def test_what_has_happened_meanwhile_comes_first(autojump_clock: Clock) ->
 
 async def test_waiting_is_no_absence(autojump_clock: Clock) -> None:
     process = Process(autojump_clock)
-    with process.patience.watching():
-        with process.patience.after(10) as scope:
+    with process.deadlines.watching():
+        with process.deadlines.after(10) as scope:
             await trio.sleep_forever()
         assert scope.cancelled_caught
         assert trio.current_time() == pytest.approx(10)
         process.stop(0.05)  # nor is what any busy machine takes
-        with process.patience.after(10):
+        with process.deadlines.after(10):
             await trio.sleep_forever()
         assert trio.current_time() == pytest.approx(20.05)
-    with process.patience.after(10):  # nobody looks any more
+    with process.deadlines.after(10):  # nobody looks any more
         process.stop(100)
         await trio.sleep(1)
         raise AssertionError

@@ -1,4 +1,4 @@
-"""Connections that are no WebSocket, or not yet: what has not said what it wants, or is being answered."""
+"""Connections that are no WebSocket yet: no request has come, or it is being answered."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import trio
 
 
-class Strangers:
-    """At most so many: the oldest makes room for the newest, so that sockets which say nothing keep nobody out.
+class PendingConnections:
+    """At most so many: the oldest is closed for the newest, so that silent sockets keep nobody out.
 
-    Whoever wants something says so at once, and is answered at once: it is never old.
+    A client that wants something says so at once, and is answered at once: it is never the oldest for long.
     """
 
     def __init__(self, most: int) -> None:

@@ -7,7 +7,7 @@ from wsbatch.engine.watchdog import SUSPENDED_S
 _NAP_S = 0.1
 
 
-class PatienceClock:
+class LoopClock:
     """Trio's clock, less the time in which the loop was held or the process suspended. Run `run` in a task.
 
     A peer that was heard of last before the loop was held may have spoken meanwhile, and nobody has read it. So a

@@ -1,4 +1,4 @@
-"""What tokenising costs decides where it is done."""
+"""What tokenizing costs decides where it is done."""
 
 import threading
 
@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from wsbatch.batching.fairness import NOBODY, Client
-from wsbatch.engine.tokenising import Run, Tokenising, in_thread
+from wsbatch.engine.tokenization import PromptTokenizer, Run, in_thread
 from wsbatch.errors import TooLarge
 from wsbatch.messages import ChatMessage, GenerateRequest
 from wsbatch.text import ByteText
@@ -37,7 +37,7 @@ def conversation(count: int) -> GenerateRequest:
 )
 async def test_what_takes_long_is_done_off_the_event_loop(request_: GenerateRequest, away: bool) -> None:
     calls: list[str] = []
-    await Tokenising(ByteText(), 100_000, run=elsewhere(calls))(request_, NOBODY)
+    await PromptTokenizer(ByteText(), 100_000, run=elsewhere(calls))(request_, NOBODY)
     assert calls == ["elsewhere"] * away
 
 
@@ -45,7 +45,7 @@ async def test_what_takes_long_is_done_off_the_event_loop(request_: GenerateRequ
 async def test_a_text_that_cannot_fit_is_refused_by_its_size(letter: str) -> None:
     calls: list[str] = []
     with pytest.raises(TooLarge, match="100"):
-        await Tokenising(ByteText(), 100, run=elsewhere(calls))(GenerateRequest(prompt=letter * 99 + "xx"), NOBODY)
+        await PromptTokenizer(ByteText(), 100, run=elsewhere(calls))(GenerateRequest(prompt=letter * 99 + "xx"), NOBODY)
     assert calls == []
 
 
@@ -103,11 +103,11 @@ async def test_of_each_client_the_texts_share_one_limiter() -> None:
         seen.append(own)
         return [1]
 
-    tokenise = Tokenising(ByteText(), 100_000, run=run)
+    tokenize = PromptTokenizer(ByteText(), 100_000, run=run)
     long = GenerateRequest(prompt="x" * 3000)
     one, other = Client("peer", 1), Client("peer", 2)
     for client in (one, one, other):
-        await tokenise(long, client)
+        await tokenize(long, client)
     assert [limiter.total_tokens for limiter in seen] == [1, 1, 1]
     assert seen[0] is seen[1]
     assert seen[1] is not seen[2]
