@@ -75,7 +75,6 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         say_error("offline.py", error)
         return 2
-    scheduler_s = loop.total_s - loop.model_s
     figures: dict[str, Any] = {
         "model": bare.description,
         "scheduler": arguments.scheduler,
@@ -88,11 +87,14 @@ def run(arguments: argparse.Namespace) -> int:
         "engine_tokens_per_s": served.output_tokens / served.total_s,
         "bare_loop_s": loop.total_s,
         "bare_loop_tokens_per_s": loop.output_tokens / loop.total_s,
-        "parts_s": {
+        "bare_loop_parts_s": {
             **parts,
-            "model, not told apart": loop.model_s - sum(parts.values()),
-            "scheduler": scheduler_s,
-            "hand-over and delivery": served.total_s - served.model_s - scheduler_s,
+            "model, not told apart": max(0.0, loop.model_s - sum(parts.values())),
+            "scheduler": max(0.0, loop.total_s - loop.model_s),
+        },
+        "engine_parts_s": {
+            "model": served.model_s,
+            "scheduler, hand-over and delivery": max(0.0, served.total_s - served.model_s),
         },
         "steps": _steps(loop),
         **limit,
@@ -161,11 +163,16 @@ def _lines(figures: dict[str, Any]) -> list[str]:
         f"steps with prefill  {steps['with_prefill']:5} in {steps['with_prefill_s']:.2f} s, "
         f"{steps['ms_a_prompt_token']:.2f} ms a prompt token (decodes beside it included)",
         f"decode steps        {steps['decode']:5} in {steps['decode_s']:.2f} s",
-        f"  of them alone     {steps['decode_alone']:5}, {steps['ms_a_step_alone']:.2f} ms each",
-        "",
     ]
-    total_s = figures["engine_s"]
-    lines += [f"{name:24} {value:8.2f} s {value / total_s:6.1%}" for name, value in figures["parts_s"].items()]
+    if steps["decode_alone"]:
+        lines.append(f"  of them alone     {steps['decode_alone']:5}, {steps['ms_a_step_alone']:.2f} ms each")
+    lines.append("")
+    for whole, parts, name in (
+        ("engine_s", "engine_parts_s", "of the engine's time"),
+        ("bare_loop_s", "bare_loop_parts_s", "of the bare loop's"),
+    ):
+        lines.append(f"{name:36} {figures[whole]:8.2f} s")
+        lines += [f"  {part:34} {value:8.2f} s {value / figures[whole]:6.1%}" for part, value in figures[parts].items()]
     return lines
 
 

@@ -54,6 +54,16 @@ def test_the_same_rows_in_continuous_batching() -> None:
     assert batch.max_hol_inflation <= 1.05
 
 
+def test_the_whole_prefill_is_counted_where_it_takes_several_steps() -> None:
+    """Eight prompts of 16 tokens, 16 of them a step: the first step alone is an eighth of it."""
+    model = stepped()
+    options = (("max_batch_prefill_tokens", 16), ("prefill_chunk_tokens", 16))
+    setting = Setting("continuous", 8, options=options)
+    (batch,) = measure_batches(model, requests(*[1] * 8), setting, clock=model.clock)
+    assert batch.prefill_s == pytest.approx(8 * (0.010 + 0.0005 * 16))
+    assert batch.prefill_s == pytest.approx(batch.seconds)
+
+
 def test_compaction_drops_slots() -> None:
     model = stepped()
     setting = Setting("dynamic", 8, options=(("early_compaction", True),))

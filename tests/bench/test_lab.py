@@ -37,6 +37,22 @@ def test_offline_measures_and_keeps_its_workload(tmp_path: Path, capsys: pytest.
     assert [each["max_tokens"] for each in json.loads(workload.read_text())] == [4] * 8
 
 
+@pytest.mark.parametrize("count", [5, 34])
+def test_offline_fills_every_dynamic_batch_and_its_parts_are_of_their_own_time(tmp_path: Path, count: int) -> None:
+    """Batches of 2, 8, 8, 8, 6 took a sixth longer; parts of one time were divided by another's."""
+    out = tmp_path / "figures.json"
+    argv = [*MODEL, "--scheduler", "dynamic", "--max-batch-size", "8", "--num-prompts", str(count), "--out", str(out)]
+    assert run("offline", *argv) == 0
+    figures = json.loads(out.read_text())
+    hold_s = 0.010 + 0.001 * count
+    assert figures["steps"]["with_prefill"] == -(-count // 8)
+    assert figures["engine_s"] == pytest.approx(figures["bare_loop_s"])
+    assert figures["engine_s"] > 10 * hold_s
+    for whole in ("bare_loop", "engine"):
+        assert sum(figures[f"{whole}_parts_s"].values()) == pytest.approx(figures[f"{whole}_s"])
+        assert min(figures[f"{whole}_parts_s"].values()) >= 0
+
+
 def test_stall_prints_a_line_for_each_chunk(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("stall", *MODEL, "--chunks", "256,4096") == 0
     assert capsys.readouterr().out.count(" ms ") == 4

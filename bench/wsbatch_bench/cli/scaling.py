@@ -98,10 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.check:
         return 0
     requests = batch_requests(largest, arguments.prompt_tokens, arguments.output_tokens, prompts)
-    # Held until the batch is full, so that the server runs the very same batch.
-    served = run_engine(engine_config(arguments, max_batch_size=largest, max_wait_ms=60_000.0), requests, costs=costs)[
-        0
-    ]
+    served = run_engine(engine_config(arguments, max_batch_size=largest), requests, costs=costs)[0]
     same = sum(ours == theirs for ours, theirs in zip(scaling.outputs[largest], served.outputs, strict=True))
     print(f"\nthe server's loop gives the same tokens in {same} of {largest} rows")
     return 0 if same == largest else 3

@@ -39,7 +39,8 @@ class BatchCost:
 
     Attributes:
         rows: by when they ended.
-        seconds: from its dispatch to the end of its last row; `prefill_s` of them before the first token.
+        seconds: from its dispatch to the end of its last row; `prefill_s` of them in steps that computed prompt tokens
+            (with the decodes beside them, in continuous batching).
         issued_slots, useful_slots: decode slots computed, and those whose token somebody asked for.
         prefill_tokens, useful_prefill_tokens: prompt tokens computed, padding included, and without it.
     """
@@ -112,7 +113,7 @@ def _cost(start_s: float, rows: Sequence[LoopRow], steps: Sequence[LoopStep]) ->
     return BatchCost(
         rows=tuple(sorted(costs, key=lambda row: row.ended_s)),
         seconds=max(row.released_s for row in rows) - start_s,
-        prefill_s=steps[0].end_s - start_s,
+        prefill_s=sum(step.end_s - step.start_s for step in steps if step.cost.prefill_tokens),
         issued_slots=sum(step.cost.decode_slots for step in steps),
         useful_slots=sum(step.cost.useful_decode_slots for step in steps),
         prefill_tokens=sum(step.cost.prefill_tokens for step in steps),
