@@ -6,16 +6,17 @@ import traceback
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from wsbatch.messages import SamplingParams
+from wsbatch.messages import SamplingParams, TokenLogprobs
 from wsbatch.model.compiled import KernelsUnavailable
 from wsbatch.model.fused import PARTS, FusedRunner
 from wsbatch.model.loading import LoadedModel
 from wsbatch.model.modules import ModulesRunner, refusal
 from wsbatch.model.positions import check_positions
 from wsbatch.model.probe import Probe
-from wsbatch.model.ragged import flatten
-from wsbatch.model.sampling import BROKEN_LOGITS, sample
+from wsbatch.model.ragged import Ragged, flatten
+from wsbatch.model.sampling import BROKEN_LOGITS, plain_greedy, sample
 from wsbatch.steps import ModelInfo, PagedStep, StepPlan, StepResult
 
 _log = logging.getLogger("wsbatch.model")
@@ -124,40 +125,56 @@ class PagedModel:
             raise TypeError(f"a paged model runs PagedStep plans, not {type(plan).__name__}")
         began = time.perf_counter()
         ragged = flatten(plan, block_tokens=self._block_tokens, total_blocks=self._total_blocks)
-        if (
-            not 0
-            <= int(ragged.token_ids.min(initial=0))
-            <= int(ragged.token_ids.max(initial=0))
-            < self._info.vocab_size
-        ):
+        self._check(ragged)
+        sampling = [row.sampling for row in plan.rows if row.sampling is not None]
+        wanted = [not plain_greedy(row) for row in sampling]
+        ids, logits, broken = self._forward(ragged, wanted)
+        logprobs = _sample(ids, logits, sampling, wanted, ragged) if any(wanted) else None
+        failed = _failed(plan, ids, broken)
+        token_ids = tuple([max(token, 0) for token in ids])
+        return StepResult(token_ids, logprobs, (time.perf_counter() - began) * 1e3, failed)
+
+    def _check(self, ragged: Ragged) -> None:
+        """Refuse what would fail in the middle of a step, or, on a GPU, take the device down with it."""
+        least, most = int(ragged.token_ids.min(initial=0)), int(ragged.token_ids.max(initial=0))
+        if least < 0 or most >= self._info.vocab_size:
             raise ValueError(f"a token id is outside 0..{self._info.vocab_size - 1}")
         if int(ragged.kv_lens.max(initial=0)) > self._info.max_model_len:
             raise ValueError(f"a row is longer than max_model_len={self._info.max_model_len}")
-        sampling = [row.sampling for row in plan.rows if row.sampling is not None]
-        wanted = [row.temperature > 0 or row.logprobs is not None for row in sampling]
+
+    def _forward(self, ragged: Ragged, wanted: list[bool]) -> tuple[list[int], Tensor, list[int]]:
+        """`ModulesRunner.run`. An error for want of memory holds none of it."""
         try:
-            ids, logits, broken = self._runner.run(ragged, wanted)
+            return self._runner.run(ragged, wanted)
         except torch.OutOfMemoryError as error:
             # Whoever keeps the error keeps its frames, and with them the tensors that filled the memory.
             traceback.clear_frames(error.__traceback__)
             raise
-        logprobs = None
-        if any(wanted):
-            rows: list[SamplingParams] = [row for row, want in zip(sampling, wanted, strict=True) if want]
-            places = [int(at) for at, want in zip(ragged.positions[ragged.sample_at] + 1, wanted, strict=True) if want]
-            drawn, asked = sample(logits, rows, places)
-            sampled = [index for index, want in enumerate(wanted) if want]
-            for index, token in zip(sampled, drawn, strict=True):
-                ids[index] = token
-            if asked is not None:
-                by_row = dict(zip(sampled, asked, strict=True))
-                logprobs = tuple(by_row.get(index) for index in range(len(ids)))
-        keys = [row.key for row in plan.rows if row.sampling is not None]
-        failed = {plan.rows[index].key: BROKEN_CACHE for index in broken}
-        failed |= {key: BROKEN_LOGITS for key, token in zip(keys, ids, strict=True) if token < 0}
-        return StepResult(
-            token_ids=tuple(max(token, 0) for token in ids),
-            logprobs=logprobs,
-            model_ms=(time.perf_counter() - began) * 1e3,
-            failed=failed,
-        )
+
+
+def _sample(
+    ids: list[int], logits: Tensor, sampling: list[SamplingParams], wanted: list[bool], ragged: Ragged
+) -> tuple[TokenLogprobs | None, ...] | None:
+    """Put the tokens of the wanted rows, chosen from their logits, into `ids`; the log probabilities they asked for.
+
+    Args:
+        ids: S, one a sampling row.
+        logits: [wanted rows, V].
+        sampling, wanted: S each.
+    """
+    indices = [index for index, want in enumerate(wanted) if want]
+    lengths: list[int] = (ragged.positions[ragged.sample_at[indices]] + 1).tolist()
+    drawn, asked = sample(logits, [sampling[index] for index in indices], lengths)
+    for index, token in zip(indices, drawn, strict=True):
+        ids[index] = token
+    if asked is None:
+        return None
+    by_row = dict(zip(indices, asked, strict=True))
+    return tuple([by_row.get(index) for index in range(len(ids))])
+
+
+def _failed(plan: PagedStep, ids: list[int], broken: list[int]) -> dict[int, str]:
+    """Why, by key, the rows failed whose numbers are not finite: in the cache, or in the logits."""
+    keys = [row.key for row in plan.rows if row.sampling is not None]
+    failed = {plan.rows[index].key: BROKEN_CACHE for index in broken}
+    return failed | {key: BROKEN_LOGITS for key, token in zip(keys, ids, strict=True) if token < 0}

@@ -6,7 +6,11 @@ prefilled again with the same noise, whoever shares the batch. `position` counts
 prompt included.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import cache
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +25,27 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 # Sorting a whole vocabulary costs about 4 ms a row, this many leaders 0.1 ms: a top-k or top-p set almost always lies
 # within them, and a row whose set does not is sorted whole.
 _LEADERS = 512
+
+
+MOOT_WHEN_GREEDY = frozenset({"max_tokens", "stop", "stop_token_ids", "ignore_eos", "top_p", "top_k", "seed"})
+"""Parameters that change nothing about a greedy row's next token: they end the output, or limit what is drawn."""
+
+
+def plain_greedy(row: SamplingParams) -> bool:
+    """Whether `sample` would take the largest logit and return nothing else, so that it may be spared this row.
+
+    Of all parameters but those in MOOT_WHEN_GREEDY, a value other than the default asks for more.
+    """
+    kind: Any = type(row)
+    asks, nothing = _asks(kind)
+    return asks(row) == nothing
+
+
+@cache
+def _asks(kind: type[Any]) -> tuple[Callable[[SamplingParams], object], object]:
+    """A getter of the parameters that matter to greedy rows too, and what it gets where none is set."""
+    getter = attrgetter(*[spec.name for spec in fields(kind) if spec.name not in MOOT_WHEN_GREEDY])
+    return getter, getter(kind())
 
 
 def splitmix64(state: int) -> int:

@@ -27,33 +27,43 @@ from wsbatch.wire.unsupported import refuse_in_message, refuse_unsupported
 _PROMPTS = ("prompt", "token_ids", "messages")
 
 
+def sampling_readers(limits: WireLimits) -> dict[str, Reader]:
+    """The fields of `SamplingParams` and their bounds."""
+    return {
+        "max_tokens": integer(1, limits.max_tokens),
+        "temperature": number(0, 100),
+        "top_p": number(0, 1, above=True),
+        "top_k": integer(0, MAX_TOKEN_ID),
+        "seed": integer(0, MAX_SAFE_INTEGER),
+        "stop": array(string(low=1, high=limits.max_stop_chars), high=limits.max_stop),
+        "stop_token_ids": array(integer(0, MAX_TOKEN_ID), high=limits.max_stop_token_ids),
+        "ignore_eos": boolean,
+        "logprobs": integer(0, limits.max_logprobs),
+    }
+
+
+def request_readers(limits: WireLimits) -> dict[str, Reader]:
+    """The other fields of a `GenerateRequest` and their bounds."""
+    return {
+        "id": identifier(limits.max_id_bytes),
+        "prompt": string(low=1),
+        "token_ids": token_ids(low=1, high=limits.max_token_ids),
+        "messages": array(_turn, low=1, high=limits.max_messages),
+        "priority": integer(0, LEAST_URGENT),
+        "timeout_ms": integer(1, limits.max_timeout_ms),
+        "queue_timeout_ms": integer(1, limits.max_timeout_ms),
+        "stream": boolean,
+        "resume_token_ids": token_ids(high=limits.max_token_ids),
+        "parse_special": boolean,
+    }
+
+
 class GenerateFields:
-    """The fields of a `generate` and their bounds, within `limits`."""
+    """The fields of a `generate`, within `limits`."""
 
     def __init__(self, limits: WireLimits) -> None:
-        self._sampling: dict[str, Reader] = {
-            "max_tokens": integer(1, limits.max_tokens),
-            "temperature": number(0, 100),
-            "top_p": number(0, 1, above=True),
-            "top_k": integer(0, MAX_TOKEN_ID),
-            "seed": integer(0, MAX_SAFE_INTEGER),
-            "stop": array(string(low=1, high=limits.max_stop_chars), high=limits.max_stop),
-            "stop_token_ids": array(integer(0, MAX_TOKEN_ID), high=limits.max_stop_token_ids),
-            "ignore_eos": boolean,
-            "logprobs": integer(0, limits.max_logprobs),
-        }
-        self._request: dict[str, Reader] = {
-            "id": identifier(limits.max_id_bytes),
-            "prompt": string(low=1),
-            "token_ids": token_ids(low=1, high=limits.max_token_ids),
-            "messages": array(_turn, low=1, high=limits.max_messages),
-            "priority": integer(0, LEAST_URGENT),
-            "timeout_ms": integer(1, limits.max_timeout_ms),
-            "queue_timeout_ms": integer(1, limits.max_timeout_ms),
-            "stream": boolean,
-            "resume_token_ids": token_ids(high=limits.max_token_ids),
-            "parse_special": boolean,
-        }
+        self._sampling = sampling_readers(limits)
+        self._request = request_readers(limits)
 
     def read(self, frame: Mapping[str, object]) -> GenerateRequest:
         """The request in a frame. Raises BadRequest or TooLarge."""
