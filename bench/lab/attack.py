@@ -26,7 +26,7 @@ import trio
 
 from attack_shapes import SHAPES, Attacker, Shape
 from wsbatch.messages import Finished, GenerateRequest, SamplingParams, Tokens
-from wsbatch.testing.clients import BareClient
+from wsbatch.testing import BareClient
 from wsbatch_bench.quantiles import observed_quantile
 
 _SETTLE_S = 15.0

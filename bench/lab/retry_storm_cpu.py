@@ -20,8 +20,7 @@ from lab_tools.overload_run import Overload
 from retry_storm import Link, LinkTarget
 from wsbatch.config import ServerConfig
 from wsbatch.server.serve import Server
-from wsbatch.testing.streams import MemoryListener
-from wsbatch.testing.worker import open_virtual_engine
+from wsbatch.testing import MemoryListener, open_virtual_engine
 from wsbatch_bench.load.generator import LoadPlan, run_load
 from wsbatch_bench.load.specs import parse_lengths
 from wsbatch_bench.load.trace import draw_trace

@@ -17,7 +17,7 @@ from wsbatch.engine.loop import BatchEngine
 from wsbatch.engine.open import open_engine
 from wsbatch.messages import GenerateRequest, SamplingParams, Tokens
 from wsbatch.model.simulated import StepCosts
-from wsbatch.testing.worker import open_virtual_engine
+from wsbatch.testing import open_virtual_engine
 from wsbatch_bench.cli.flags import add_model_flags, engine_config, read_costs, sizes
 from wsbatch_bench.load.trace import draw_trace
 from wsbatch_bench.quantiles import observed_quantile

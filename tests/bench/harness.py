@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from wsbatch.config import EngineConfig
 from wsbatch.model.simulated import StepCosts
-from wsbatch.testing.worker import VirtualWorker
+from wsbatch.testing import VirtualWorker
 from wsbatch_bench.load.generator import LoadPlan, LoadRun, run_load
 from wsbatch_bench.load.specs import parse_arrivals, parse_lengths
 from wsbatch_bench.load.trace import Trace, draw_trace

@@ -6,7 +6,7 @@ from trio.testing import MockClock
 from wsbatch.config import EngineConfig
 from wsbatch.messages import Finished, GenerateRequest, SamplingParams, Timing
 from wsbatch.model.simulated import StepCosts
-from wsbatch.testing.worker import open_virtual_engine
+from wsbatch.testing import open_virtual_engine
 
 
 async def test_batch_wait_is_the_part_of_the_queue_in_which_the_model_was_free(autojump_clock: MockClock) -> None:

@@ -8,7 +8,7 @@ import trio
 
 from wsbatch.model.simulated import StepCosts
 from wsbatch.steps import StepPlan, StepResult
-from wsbatch.testing.worker import VirtualWorker
+from wsbatch.testing import VirtualWorker
 from wsbatch_bench.load.generator import STOPPED
 from wsbatch_bench.quantiles import mean_interval, observed_quantile
 from wsbatch_bench.stability import judge

@@ -12,7 +12,7 @@ import tokenizers
 import trio
 from trio.testing import MockClock
 
-from wsbatch.testing.streams import MemoryListener, MemoryStream
+from wsbatch.testing import MemoryListener, MemoryStream
 from wsbatch_bench.cli import main as bench_main
 from wsbatch_bench.cli.calibrate import Calibration, load_calibration, measure_client
 from wsbatch_bench.cli.compare import table

@@ -10,14 +10,14 @@ import pytest
 import trio
 
 from replicas import Compared, RealPoolStage, capacity_line
+from virtual_replica import VirtualReplica
 from wsbatch.client import open_client
 from wsbatch.config import ServerConfig
 from wsbatch.messages import GenerateRequest, SamplingParams
 from wsbatch.model.simulated import StepCosts
 from wsbatch.pool import open_pool
 from wsbatch.server.serve import Server
-from wsbatch.testing.replicas import VirtualReplica
-from wsbatch.testing.streams import MemoryListener
+from wsbatch.testing import MemoryListener
 from wsbatch_bench.cli import main
 from wsbatch_bench.load.generator import LoadPlan, LoadRun, run_load
 from wsbatch_bench.load.record import Record

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import trio
 
+from virtual_replica import VirtualReplica
 from wsbatch.config import EngineConfig
 from wsbatch.engine.stream import Stream
 from wsbatch.messages import Failed, Finished, GenerateRequest, SamplingParams, Tokens
 from wsbatch.model.simulated import SimulatedModel, StepCosts
 from wsbatch.pool import EnginePool, PoolConfig, open_pool
 from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart
-from wsbatch.testing.replicas import VirtualReplica
 
 POISON = "\x01"
 # The step costs of the default: 10 ms, 1 ms a decode row, 0.5 ms a prompt token.

@@ -12,8 +12,7 @@ from wsbatch.engine.stream import Stream
 from wsbatch.errors import ModelError
 from wsbatch.messages import GenerateRequest
 from wsbatch.server.serve import Server
-from wsbatch.testing.engines import ScriptedEngine
-from wsbatch.testing.streams import MemoryListener
+from wsbatch.testing import MemoryListener, ScriptedEngine
 
 
 class MisbehavingEngine(ScriptedEngine):

@@ -9,12 +9,12 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from virtual_replica import VirtualReplica
 from wsbatch.client import Client, open_client
 from wsbatch.pool import EnginePool, PoolConfig, open_pool
 from wsbatch.pool.loop_clock import LoopClock
 from wsbatch.pool.outlier import EJECTING_FAILURES, FIRST_EJECTION_S, LONGEST_EJECTION_S, OUTCOMES, Outlier
-from wsbatch.testing.replicas import VirtualReplica
-from wsbatch.testing.streams import MemoryStream
+from wsbatch.testing import MemoryStream
 
 from .harness import ENGINE, cluster, request, submit
 

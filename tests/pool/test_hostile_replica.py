@@ -35,7 +35,7 @@ from wsbatch.messages import (
     Tokens,
     Usage,
 )
-from wsbatch.testing.streams import memory_stream_pair
+from wsbatch.testing import memory_stream_pair
 from wsbatch.wire import MSGPACK
 
 from .harness import Cluster, Reader, cluster, request

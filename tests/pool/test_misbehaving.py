@@ -10,14 +10,14 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from virtual_replica import VirtualReplica
 from wsbatch.client import open_client
 from wsbatch.config import ServerConfig
 from wsbatch.engine.stream import Stream
 from wsbatch.errors import ModelError, NeverFits, RequestError
 from wsbatch.messages import Accepted, Failed, Finished, GenerateRequest
 from wsbatch.server.serve import Server
-from wsbatch.testing.replicas import VirtualReplica
-from wsbatch.testing.streams import MemoryListener
+from wsbatch.testing import MemoryListener
 
 from .harness import ENGINE, POISON, Cluster, Reader, cluster, request, submit, undisturbed
 from .misbehaving import Misbehaving, MisbehavingEngine, fail, shut_down

@@ -6,11 +6,11 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from virtual_replica import VirtualReplica
 from wsbatch.errors import BadRequest, ConnectionLost, Draining, QueueFull
 from wsbatch.messages import Accepted, Failed, Finished, SamplingParams
 from wsbatch.pool import PoolConfig, open_pool
 from wsbatch.steps import PagedStep
-from wsbatch.testing.replicas import VirtualReplica
 
 from .harness import ENGINE, POISON, cluster, request, submit, undisturbed, until
 

@@ -19,7 +19,7 @@ from wsbatch.config import EngineConfig, ServerConfig
 from wsbatch.errors import RequestError
 from wsbatch.messages import Failed, Finished, GenerateRequest, SamplingParams
 from wsbatch.server.serve import Server
-from wsbatch.testing.streams import MemoryListener
+from wsbatch.testing import MemoryListener
 
 from .harness import ENGINE, Cluster, Reader, cluster, undisturbed
 

@@ -4,8 +4,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from virtual_replica import VirtualReplica
 from wsbatch.messages import Finished
-from wsbatch.testing.replicas import VirtualReplica
 
 from .harness import ENGINE, Reader, cluster, request, submit, undisturbed
 

@@ -21,8 +21,7 @@ from wsbatch.config import ServerConfig
 from wsbatch.engine.stream import Stream
 from wsbatch.errors import QueueFull
 from wsbatch.messages import GenerateRequest
-from wsbatch.testing.engines import ScriptedEngine
-from wsbatch.testing.servers import serving
+from wsbatch.testing import ScriptedEngine, serving
 
 T = TypeVar("T")
 PROGRAM = Path(__file__).parents[2] / "clients" / "asyncio_client.py"

@@ -8,8 +8,7 @@ import trio
 
 from wsbatch.config import ServerConfig
 from wsbatch.errors import QueueFull
-from wsbatch.testing.engines import ScriptedEngine
-from wsbatch.testing.servers import Served, serving
+from wsbatch.testing import ScriptedEngine, Served, serving
 
 
 class Reply:

@@ -8,7 +8,7 @@ import trio
 
 from wsbatch.config import ServerConfig
 from wsbatch.server.page import FILES
-from wsbatch.testing.servers import Served, serving
+from wsbatch.testing import Served, serving
 
 WEB = Path(__file__).parents[2] / "clients" / "web"
 

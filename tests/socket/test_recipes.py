@@ -12,7 +12,7 @@ import trio
 
 from wsbatch.client import connect
 from wsbatch.config import ServerConfig
-from wsbatch.testing.servers import Served, serving
+from wsbatch.testing import Served, serving
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "recipes.md").read_text()
@@ -79,6 +79,14 @@ async def test_seeing_the_batch(tmp_path: Path) -> None:
     async with serving(ServerConfig(port=0, allow_watch=True)) as served:
         text = await run_python(at(block("Seeing the batch", "python"), served), tmp_path)
     assert text == "0 of 8 running; 0 waiting\n"
+
+
+async def test_testing_your_own_program(tmp_path: Path) -> None:
+    lines = (await run_python(block("Testing your own program", "python"), tmp_path)).splitlines()
+    assert lines[0] == "181 characters, 182 steps"
+    assert lines[1].startswith("Accepted(id=1, prompt_tokens=5")
+    assert lines[2].startswith("Tokens(id=1, index=0, token_ids=(97,), text='a'")
+    assert lines[3:] == ["out of memory"]
 
 
 async def test_from_fastapi(tmp_path: Path) -> None:

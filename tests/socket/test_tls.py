@@ -11,9 +11,7 @@ import trustme
 from wsbatch.config import ServerConfig
 from wsbatch.messages import Accepted, DrainingNotice, Finished, GenerateRequest, Hello, SamplingParams
 from wsbatch.server.serve import serve
-from wsbatch.testing.clients import BareClient, Closed
-from wsbatch.testing.engines import ScriptedEngine
-from wsbatch.testing.servers import serving
+from wsbatch.testing import BareClient, Closed, ScriptedEngine, serving
 
 AUTHORITY = trustme.CA()
 TRUST = ssl.create_default_context()

@@ -13,7 +13,7 @@ from wsbatch.cli.top import _Screen
 from wsbatch.config import ServerConfig
 from wsbatch.errors import ConnectionLost
 from wsbatch.messages import BatchSnapshot, BatchStep
-from wsbatch.testing.servers import serving
+from wsbatch.testing import serving
 
 
 async def top(*arguments: str) -> subprocess.CompletedProcess[bytes]:

@@ -12,9 +12,7 @@ import trio
 from wsbatch.config import ServerConfig
 from wsbatch.messages import Accepted, Finished, GenerateRequest, SamplingParams, Tokens
 from wsbatch.server.serve import serve
-from wsbatch.testing.clients import BareClient, Closed
-from wsbatch.testing.engines import ScriptedEngine
-from wsbatch.testing.servers import serving
+from wsbatch.testing import BareClient, Closed, ScriptedEngine, serving
 from wsbatch.wire import JSON, MSGPACK, Codec
 
 HEAD = (

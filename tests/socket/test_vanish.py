@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import trio
 
+from lab_tools.vanishing import MANNERS, vanish
 from wsbatch.config import EngineConfig, ServerConfig
 from wsbatch.engine.loop import BatchEngine
 from wsbatch.engine.open import open_engine
 from wsbatch.server.serve import Server, serve
-from wsbatch.testing.vanishing import MANNERS, vanish
 
 CYCLES = 300
 AT_ONCE = 20

@@ -7,7 +7,7 @@ from wsbatch.batching.costs import StepCost
 from wsbatch.client import connect
 from wsbatch.config import ServerConfig
 from wsbatch.errors import BadRequest, ConnectionLost
-from wsbatch.testing.servers import Served, serving
+from wsbatch.testing import Served, serving
 
 
 def step(served: Served) -> None:

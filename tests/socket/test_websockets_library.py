@@ -12,7 +12,7 @@ from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
 from wsbatch.config import ServerConfig
-from wsbatch.testing.servers import Served, serving
+from wsbatch.testing import Served, serving
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from wsbatch.config import EngineConfig
 from wsbatch.engine.open import SCHEDULERS, SchedulerKind
 from wsbatch.messages import Finished, GenerateRequest, RowPhase, SamplingParams
 from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart, PagedStep, StepResult
-from wsbatch.testing.worker import open_virtual_engine
+from wsbatch.testing import open_virtual_engine
 from wsbatch.wire import JSON
 
 

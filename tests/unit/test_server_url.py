@@ -4,7 +4,7 @@ import pytest
 
 from wsbatch.config import ServerConfig
 from wsbatch.server.serve import Server
-from wsbatch.testing.engines import ScriptedEngine
+from wsbatch.testing import ScriptedEngine
 
 
 @pytest.mark.parametrize(

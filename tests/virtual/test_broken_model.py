@@ -13,7 +13,7 @@ from wsbatch.engine.loop import BatchEngine
 from wsbatch.errors import EngineDead, QueueFull
 from wsbatch.messages import Failed, Finished, GenerateRequest, SamplingParams
 from wsbatch.steps import PaddedStart, PagedStep, StepPlan, StepResult
-from wsbatch.testing.worker import open_virtual_engine
+from wsbatch.testing import open_virtual_engine
 
 SCHEDULERS = pytest.mark.parametrize("scheduler", ["dynamic", "continuous"])
 

@@ -38,9 +38,7 @@ from wsbatch.messages import (
 from wsbatch.model.simulated import SimulatedModel, StepCosts
 from wsbatch.server.serve import Server
 from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart, PagedStep, StepPlan, StepResult
-from wsbatch.testing.clients import BareClient, Closed, Rejected
-from wsbatch.testing.streams import MemoryListener
-from wsbatch.testing.worker import VirtualWorker, open_virtual_engine
+from wsbatch.testing import BareClient, Closed, MemoryListener, Rejected, VirtualWorker, open_virtual_engine
 from wsbatch.wire import JSON, MSGPACK, Codec
 
 GONE = (trio.BrokenResourceError, trio.ClosedResourceError, LocalProtocolError)

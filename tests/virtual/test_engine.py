@@ -24,7 +24,7 @@ from wsbatch.errors import (
 from wsbatch.messages import Accepted, ChatMessage, Failed, Finished, GenerateRequest, SamplingParams, Tokens
 from wsbatch.model.simulated import StepCosts
 from wsbatch.steps import PaddedStart, PagedStep, StepPlan, StepResult
-from wsbatch.testing.worker import open_virtual_engine
+from wsbatch.testing import open_virtual_engine
 from wsbatch.text import ByteText
 
 

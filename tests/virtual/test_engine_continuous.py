@@ -13,7 +13,7 @@ from wsbatch.engine.stream import Stream
 from wsbatch.errors import ModelError, NeverFits
 from wsbatch.messages import Failed, Finished, GenerateRequest, SamplingParams, Tokens
 from wsbatch.steps import PagedStep
-from wsbatch.testing.worker import open_virtual_engine
+from wsbatch.testing import open_virtual_engine
 
 
 def config(**fields: object) -> EngineConfig:

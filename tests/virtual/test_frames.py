@@ -14,8 +14,7 @@ import trio.testing
 from wsbatch.config import ServerConfig
 from wsbatch.messages import Accepted, Finished, GenerateRequest, Hello, SamplingParams, Tokens
 from wsbatch.server.serve import Server
-from wsbatch.testing.engines import ScriptedEngine
-from wsbatch.testing.streams import MemoryListener, MemoryStream
+from wsbatch.testing import MemoryListener, MemoryStream, ScriptedEngine
 from wsbatch.wire import JSON, MSGPACK
 
 Clock = trio.testing.MockClock

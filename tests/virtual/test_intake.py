@@ -18,7 +18,7 @@ from wsbatch.engine.loop import BatchEngine
 from wsbatch.engine.stream import Stream
 from wsbatch.errors import BadRequest, NeverFits, QueueFull, QueueTimeout, RequestError
 from wsbatch.messages import ChatMessage, Failed, Finished, GenerateRequest, SamplingParams
-from wsbatch.testing.worker import open_virtual_engine
+from wsbatch.testing import open_virtual_engine
 from wsbatch.text import ByteText
 from wsbatch.text.detokenize import Detokenizer
 from wsbatch.wire import JSON

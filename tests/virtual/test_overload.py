@@ -14,7 +14,7 @@ from wsbatch.engine.stream import Stream
 from wsbatch.errors import BY_CODE, QueueFull, RequestError
 from wsbatch.messages import Failed, Finished, GenerateRequest, SamplingParams
 from wsbatch.model.simulated import StepCosts
-from wsbatch.testing.worker import open_virtual_engine
+from wsbatch.testing import open_virtual_engine
 
 
 def config(**fields: object) -> EngineConfig:

@@ -13,9 +13,7 @@ from wsbatch.config import ServerConfig
 from wsbatch.errors import EngineDead
 from wsbatch.messages import Accepted, DrainingNotice, Failed, Finished, GenerateRequest, Hello, SamplingParams, Tokens
 from wsbatch.server.serve import Server
-from wsbatch.testing.clients import BareClient, Closed, Rejected
-from wsbatch.testing.engines import ScriptedEngine
-from wsbatch.testing.streams import MemoryListener
+from wsbatch.testing import BareClient, Closed, MemoryListener, Rejected, ScriptedEngine
 
 
 class Fixture:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import trio
 
+from memory_connection import MemoryConnection
 from wsbatch.config import EngineConfig, ServerConfig
 from wsbatch.errors import Draining, EngineDead, ModelError, QueueFull
 from wsbatch.messages import (
@@ -30,9 +31,7 @@ from wsbatch.server.client_deadlines import ClientDeadlines
 from wsbatch.server.input_budget import InputBudget
 from wsbatch.server.memory import FreedMemory
 from wsbatch.server.session import MAX_BACKLOG, Session
-from wsbatch.testing.connections import MemoryConnection
-from wsbatch.testing.engines import ScriptedEngine
-from wsbatch.testing.worker import open_virtual_engine
+from wsbatch.testing import ScriptedEngine, open_virtual_engine
 from wsbatch.wire import JSON, MSGPACK, Codec, MsgpackCodec
 
 

@@ -8,11 +8,11 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memory_connection import MemoryConnection
 from wsbatch.config import ServerConfig
 from wsbatch.messages import Accepted, Cancel, Failed, Finished, GenerateRequest, Ping, SamplingParams, Tokens
 from wsbatch.server.session import Session
-from wsbatch.testing.connections import MemoryConnection
-from wsbatch.testing.engines import ScriptedEngine
+from wsbatch.testing import ScriptedEngine
 from wsbatch.wire import JSON, MSGPACK, Codec
 
 ids = st.one_of(st.integers(0, 3), st.sampled_from(["a", "b"]))

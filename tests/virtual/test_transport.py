@@ -26,9 +26,7 @@ from wsbatch.server.serve import Server
 from wsbatch.server.session import Session
 from wsbatch.server.transport import Transport
 from wsbatch.server.websocket import WebSocket
-from wsbatch.testing.clients import BareClient, Closed, Rejected
-from wsbatch.testing.engines import ScriptedEngine
-from wsbatch.testing.streams import MemoryListener, MemoryStream
+from wsbatch.testing import BareClient, Closed, MemoryListener, MemoryStream, Rejected, ScriptedEngine
 from wsbatch.wire import MsgpackCodec
 
 Clock = trio.testing.MockClock

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from wsbatch.config import ServerConfig
 from wsbatch.messages import Hello
 from wsbatch.server.serve import Server
-from wsbatch.testing.clients import BareClient
-from wsbatch.testing.engines import ScriptedEngine
-from wsbatch.testing.streams import MemoryListener
+from wsbatch.testing import BareClient, MemoryListener, ScriptedEngine
 
 UPGRADE = (
     b"GET / HTTP/1.1\r\nHost: test\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"

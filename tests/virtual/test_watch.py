@@ -8,6 +8,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from memory_connection import MemoryConnection
 from wsbatch.batching.costs import StepCost
 from wsbatch.config import EngineConfig, ServerConfig
 from wsbatch.messages import (
@@ -23,9 +24,7 @@ from wsbatch.messages import (
     Watch,
 )
 from wsbatch.server.session import Session
-from wsbatch.testing.connections import MemoryConnection
-from wsbatch.testing.engines import ScriptedEngine
-from wsbatch.testing.worker import open_virtual_engine
+from wsbatch.testing import ScriptedEngine, open_virtual_engine
 from wsbatch.wire import MSGPACK
 
 

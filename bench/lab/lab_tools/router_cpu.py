@@ -17,7 +17,7 @@ from wsbatch.config import ServerConfig
 from wsbatch.messages import Tokens
 from wsbatch.pool import open_pool
 from wsbatch.server.serve import Server
-from wsbatch.testing.streams import MemoryListener
+from wsbatch.testing import MemoryListener
 
 _STREAMS = 32
 

@@ -12,11 +12,11 @@ from scipy import stats
 from wsproto.events import Ping
 
 from lab_tools.looks import Sample, look
+from lab_tools.vanishing import MANNERS, vanish
 from wsbatch.client import Client, connect
 from wsbatch.errors import ConnectionLost, RequestError
 from wsbatch.messages import GenerateRequest, Hello, SamplingParams, Tokens
-from wsbatch.testing.clients import BareClient, Closed, Rejected
-from wsbatch.testing.vanishing import MANNERS, vanish
+from wsbatch.testing import BareClient, Closed, Rejected
 from wsbatch_bench.load.server import ServerProcess
 from wsbatch_bench.quantiles import observed_quantile
 

@@ -14,7 +14,7 @@ from wsbatch.config import ServerConfig
 from wsbatch.engine.stream import Stream
 from wsbatch.server.serve import serve
 from wsbatch.steps import ModelInfo
-from wsbatch.testing.engines import ScriptedEngine
+from wsbatch.testing import ScriptedEngine
 
 _WRAP = 2**31  # token ids are below it: half an hour of microseconds
 

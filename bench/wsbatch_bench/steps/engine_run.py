@@ -11,7 +11,7 @@ from wsbatch.engine.open import open_engine
 from wsbatch.engine.stream import Stream
 from wsbatch.messages import GenerateRequest, SamplingParams, Tokens
 from wsbatch.model.simulated import StepCosts
-from wsbatch.testing.worker import open_virtual_engine
+from wsbatch.testing import open_virtual_engine
 from wsbatch_bench.load.server import parse_totals
 from wsbatch_bench.steps.bare_loop import LoopRequest
 from wsbatch_bench.sweep.stage import run_virtual

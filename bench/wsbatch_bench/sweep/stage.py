@@ -13,8 +13,7 @@ from wsbatch.client import Client, connect, open_client
 from wsbatch.config import EngineConfig, ServerConfig
 from wsbatch.model.simulated import StepCosts
 from wsbatch.server.serve import Server
-from wsbatch.testing.streams import MemoryListener
-from wsbatch.testing.worker import VirtualWorker, open_virtual_engine
+from wsbatch.testing import MemoryListener, VirtualWorker, open_virtual_engine
 from wsbatch_bench.load.generator import LoadPlan, LoadRun, run_load
 from wsbatch_bench.load.http_client import dial_url
 from wsbatch_bench.load.server import server_process, wsbatch_command

@@ -10,7 +10,7 @@ from wsproto import ConnectionType, WSConnection
 from wsproto.events import Request
 
 from wsbatch.messages import GenerateRequest, Hello, SamplingParams
-from wsbatch.testing.clients import BareClient, Closed, Rejected
+from wsbatch.testing import BareClient, Closed, Rejected
 from wsbatch.wire import MSGPACK
 
 _TOKENS = 5000  # more than anybody stays for

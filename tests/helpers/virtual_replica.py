@@ -13,8 +13,7 @@ from wsbatch.errors import ConnectionLost
 from wsbatch.model.simulated import StepCosts
 from wsbatch.server.serve import Server
 from wsbatch.steps import StepPlan, StepResult
-from wsbatch.testing.streams import MemoryListener, MemoryStream
-from wsbatch.testing.worker import VirtualWorker, open_virtual_engine
+from wsbatch.testing import MemoryListener, MemoryStream, VirtualWorker, open_virtual_engine
 
 
 class _Listener(MemoryListener):
