@@ -133,6 +133,38 @@ def test_what_is_wrong_is_said_in_one_line(
     assert word in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_results_are_not_overwritten_and_have_a_place_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "new" / "folder"
+    nobody = ["load", "ws://127.0.0.1:1", "--save-result", "--result-dir", str(folder)]
+    assert run(*nobody) == 1
+    assert folder.is_dir()
+    (folder / "mine.trace.jsonl").write_text("kept")
+    assert run(*nobody, "--result-filename", "mine.json") == 2
+    assert "mine.trace.jsonl exists: give another --result-filename, or --overwrite" in capsys.readouterr().err
+    assert run(*nobody, "--result-filename", "mine.json", "--overwrite") == 1  # nothing to replace it with
+    assert (folder / "mine.trace.jsonl").read_text() == "kept"
+    assert run(*nobody, "--result-filename", "no/such/folder.json") == 2
+    (tmp_path / "file").write_text("")
+    assert run("load", "ws://127.0.0.1:1", "--save-result", "--result-dir", str(tmp_path / "file")) == 2
+
+
+def test_beforehand_load_says_how_long_it_takes_and_what_it_cannot_tell(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["load", "ws://127.0.0.1:1", "--arrivals", "constant", "--num-prompts", "101", "--num-warmups", "20"]
+    slo = ["--slo", "ttft_p95<=500ms,success>=100%,success>=99%"]
+    assert run(*argv, "--request-rate", "2", *slo) == 1
+    said = capsys.readouterr().err
+    assert "20 warm-up and 101 measured requests: about 60 s" in said
+    assert "success>=100% is shown by no number of requests: success>=99.9% takes 2,995" in said
+    assert "success>=99% takes at least 299 measured requests" in said
+    assert "ttft_p95" not in said
+    assert run(*argv, "--request-rate", "0.02") == 1
+    said = capsys.readouterr().err
+    assert "about 100 min" in said
+    assert "shorter: --num-prompts 10, or a higher rate" in said
+
+
 def test_load_on_a_real_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The one test over a socket: what comes out must add up; how long it took says nothing here."""
     with server_process(wsbatch_command("serve", "--model", "simulated:tau_ms=2,alpha_ms=0.1,beta_ms=0.01")) as server:
@@ -140,11 +172,14 @@ def test_load_on_a_real_server(tmp_path: Path, capsys: pytest.CaptureFixture[str
         argv = ["load", url, "--request-rate", "40", "--num-prompts", "30", *SHORT, "--goodput", "e2el:60000",
                 "--max-lag-ms", "60000", "--save-result", "--result-dir", str(tmp_path)]  # fmt: skip
         assert run(*argv) == 0
+        # The interval of so few requests has no upper bound: it can fail, or be undecided.
+        assert run(*argv, "--slo", "e2e_p95<=60s") == 5
+        assert run(*argv, "--slo", "e2e_p95<=1ms,success>=50%") == 1
         assert run("load", url, "--num-prompts", "5", *SHORT, "--max-lag-ms", "0") == 3  # nobody is that punctual
     printed = capsys.readouterr().out
     assert "measured requests    30, answered 30" in printed
     assert "INVALID" in printed
-    (path,) = (path for path in tmp_path.glob("wsbatch-*.json"))
+    path = min(tmp_path.glob("wsbatch-*.json"))
     result = json.loads(path.read_text())
     assert result["completed"] == 30
     assert (

@@ -68,7 +68,10 @@ def test_one_trace_serves_every_rate_without_end() -> None:
     assert [planned.index for planned in slow] == list(range(120))
     assert [planned.output_tokens for planned in slow[:50]] == [planned.output_tokens for planned in slow[50:100]]
     assert all(later.at_s >= earlier.at_s for earlier, later in pairwise(slow))
-    assert [planned.at_s for planned in trace.schedule(inf)] == [0.0] * 50
+    at_once = list(islice(trace.schedule(inf), 120))
+    assert [planned.at_s for planned in at_once] == [0.0] * 120
+    assert [planned.index for planned in at_once] == list(range(120))
+    assert at_once[70].output_tokens == trace.entries[20].output_tokens
 
 
 def test_the_default_workload() -> None:

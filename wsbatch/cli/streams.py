@@ -49,6 +49,8 @@ def run_command(program: str, act: Callable[[], int]) -> int:
         except OutputLost as error:
             lost = error
         except BaseExceptionGroup as group:
+            if group.split(KeyboardInterrupt)[1] is None:
+                return INTERRUPTED
             if (found := _find(group)) is None:
                 raise
             lost = found

@@ -1,6 +1,7 @@
 """Flags that several commands share: of the model and of the workload. Names are vLLM's where vLLM has the flag."""
 
 import argparse
+import os
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from wsbatch_bench.sweep.setting import DEFAULT_COSTS, Costs, parse_costs, same_
 _MOST_REQUESTS = 1_000_000
 THREADS = Number(1, 4096, whole=True)
 JOBS = Number(1, 1024, whole=True)
+
+LONG_S = 600.0
+"""A command that takes longer says beforehand what would shorten it."""
 
 WORKLOAD_HELP = """\
 arrivals:
@@ -86,6 +90,44 @@ def add_requests(parser: argparse.ArgumentParser, *, measured: int) -> argparse.
     )
     group.add_argument("--seed", type=SEED.flag, default=0, metavar="N", help="default: %(default)s")
     return group
+
+
+def add_request_timeout(group: argparse._ActionsContainer) -> None:
+    """Add the bound on a single request."""
+    group.add_argument(
+        "--request-timeout-s",
+        type=Number(0, 86_400, above=True).flag,
+        default=600.0,
+        metavar="S",
+        help="a request that takes longer is given up, and failed (default: 600)",
+    )
+
+
+def add_overwrite(group: argparse._ActionsContainer) -> None:
+    """Add the flag without which nothing is lost."""
+    group.add_argument("--overwrite", action="store_true", help="replace results that are already there")
+
+
+def prepare_files(arguments: argparse.Namespace, *names: str) -> None:
+    """Make the folder `--out` before the work, and see that none of these is in it already.
+
+    Raises ValueError where one is, unless `--overwrite` is given, and OSError where no file can be made there.
+    """
+    out: Path | None = arguments.out
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    if not os.access(out, os.W_OK):
+        raise ValueError(f"--out {out}: cannot be written to")
+    if not arguments.overwrite and (found := [name for name in names if (out / name).exists()]):
+        raise ValueError(f"{out / found[0]} exists: give another --out, or --overwrite")
+
+
+def span(seconds: float) -> str:
+    """In words."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 48 * 3600 else f"{seconds / 86_400:,.0f} days"
 
 
 def read_trace(arguments: argparse.Namespace) -> Trace:

@@ -22,7 +22,7 @@ class _Waiting:
     def take(self, now_s: float) -> None:
         """One more token, if one is still wanted."""
         record = self.record
-        if record.tokens < record.output_tokens:
+        if record.error is None and record.tokens < record.output_tokens:
             record.arrivals.append((now_s - self.start_s, 1))
             if record.tokens == record.output_tokens:
                 record.ended_s = now_s - self.start_s

@@ -16,6 +16,7 @@ from wsbatch_bench.load.record import Record
 Prompt = Callable[[tuple[int, ...]], list[int] | str]
 """What is sent for a trace's prompt ids."""
 
+_NOT_SERVED = {"http_401", "http_403", "http_404", "http_405"}
 _WORD = re.compile("Ġ[a-z]{3,}")  # how a byte-level vocabulary writes a space and a word
 
 
@@ -71,9 +72,12 @@ class OpenAiTarget:
                 await self._read(record, chunks, start_s)
             record.ended_s = trio.current_time() - start_s
         except HttpFailed as error:
-            record.failed(error.code, trio.current_time() - start_s)
+            unreached = error.code in _NOT_SERVED and not record.arrivals
+            record.failed(error.code, trio.current_time() - start_s, str(error), unreached=unreached)
         except OSError as error:
-            record.failed(type(error).__name__, trio.current_time() - start_s)
+            record.failed(
+                type(error).__name__, trio.current_time() - start_s, str(error), unreached=not record.arrivals
+            )
 
     async def totals(self) -> None:
         """These servers count in ways of their own."""

@@ -20,7 +20,8 @@ class Record:
         sent_s: when it was sent.
         arrivals: (time, tokens) of each frame that carried tokens.
         ended_s: when its terminal frame came; infinite while it has not.
-        error: the code of what ended it instead of an answer.
+        error: the code of what ended it instead of an answer; `message` says it in words, where there are any.
+        unreached: whether it failed before any server took it: no connection, or an address that serves no such thing.
         reported_tokens: output tokens by the server's own count.
         timing, batch: what the server said of it; None from servers that do not say.
         priority: its class, 0 the most urgent.
@@ -34,6 +35,8 @@ class Record:
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     ended_s: float = inf
     error: str | None = None
+    message: str = ""
+    unreached: bool = False
     reported_tokens: int | None = None
     timing: Timing | None = None
     batch: BatchReport | None = None
@@ -78,9 +81,9 @@ class Record:
         times = [at_s for at_s, _ in self.arrivals]
         return [later - earlier for earlier, later in pairwise(times)]
 
-    def failed(self, error: str, now_s: float) -> None:
+    def failed(self, error: str, now_s: float, message: str = "", *, unreached: bool = False) -> None:
         """It ended without an answer."""
-        self.error = error
+        self.error, self.message, self.unreached = error, message, unreached
         self.ended_s = now_s
 
     def ttft_parts_s(self) -> dict[str, float] | None:

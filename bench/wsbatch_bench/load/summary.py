@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import isfinite, nan
 from statistics import fmean
 
-from wsbatch_bench.load.generator import LoadRun
+from wsbatch_bench.load.generator import TIMED_OUT, LoadRun
 from wsbatch_bench.load.record import TTFT_PARTS, Record
 from wsbatch_bench.quantiles import Interval, observed_quantile, quantile_interval, share_bounds
 from wsbatch_bench.stability import Stability, judge
@@ -166,8 +166,13 @@ def _doubts(run: LoadRun, client_tokens: int, max_lag_s: float) -> list[str]:
         doubts.append(
             f"this client was up to {run.worst_lag_s * 1000:.0f} ms late: at most {max_lag_s * 1000:.0f} ms is allowed"
         )
-    # A stopped run leaves requests whose end nobody waited for.
-    if run.totals is not None and not run.stopped_early and round(run.totals.generation_tokens) != client_tokens:
+    if run.interrupted:
+        doubts.append(f"interrupted: {len(run.measured)} of {run.plan.measured} measured requests had been sent")
+    if run.lost:
+        doubts.append(f"the server was lost: {run.lost}")
+    # A request that was given up may have got tokens that nobody counted.
+    given_up = run.stopped_early or run.interrupted or any(r.error == TIMED_OUT for r in run.records)
+    if run.totals is not None and not given_up and round(run.totals.generation_tokens) != client_tokens:
         doubts.append(f"{client_tokens} tokens came, the server counts {run.totals.generation_tokens:.0f}")
     short = [r.index for r in run.records if r.ok and not r.tokens == r.reported_tokens == r.output_tokens]
     if short:

@@ -7,7 +7,7 @@ from typing import Protocol
 import trio
 
 from wsbatch.client import Client
-from wsbatch.errors import ConnectionLost, WsbatchError
+from wsbatch.errors import ConnectionLost, RequestError, WsbatchError
 from wsbatch.messages import Finished, GenerateRequest, SamplingParams, Tokens
 from wsbatch_bench.load.http_client import Dial, get
 from wsbatch_bench.load.record import Record
@@ -57,12 +57,27 @@ class WebSocketTarget:
         self._nursery = nursery
         self._free: list[Client] = []
         self.connections = 0
+        self.opened = 0  # of them ahead of the load
         self.model = ""
 
     async def add_connections(self, count: int) -> None:
-        """Open connections ahead of the load. Raises what connecting raises."""
+        """Open connections ahead of the load, or as many as the server takes. Raises what the first one raises."""
         for _ in range(count):
-            self._free.append(await self._open())
+            try:
+                self._free.append(await self._open())
+                self.opened += 1
+            except RequestError:  # it has no room for more
+                if not self._free:
+                    raise
+                return
+
+    def _take(self) -> Client | None:
+        """A free connection that is still open."""
+        while self._free:
+            client = self._free.pop()
+            if not client.lost:
+                return client
+        return None
 
     async def _open(self) -> Client:
         client: Client = await self._nursery.start(self._hold)
@@ -81,7 +96,7 @@ class WebSocketTarget:
         sampling = SamplingParams(max_tokens=record.output_tokens, ignore_eos=True)
         client, lost = None, False
         try:
-            client = self._free.pop() if self._free else await self._open()
+            client = self._take() or await self._open()
             request = GenerateRequest(token_ids=prompt_ids, sampling=sampling, priority=record.priority)
             async with client.generate(request) as stream:
                 async for event in stream:
@@ -94,8 +109,10 @@ class WebSocketTarget:
                         record.ended_s = now_s
                         if event.finish_reason != "length":
                             record.error = event.finish_reason
-        except WsbatchError as error:
-            record.failed(getattr(error, "code", type(error).__name__), trio.current_time() - start_s)
+        except (WsbatchError, OSError) as error:
+            code = getattr(error, "code", type(error).__name__)
+            unreached = client is None and isinstance(error, ConnectionLost | OSError)
+            record.failed(code, trio.current_time() - start_s, str(error), unreached=unreached)
             lost = isinstance(error, ConnectionLost)
         finally:
             if client is not None and not lost:  # also where the caller has given up: that is a `cancel`, no more

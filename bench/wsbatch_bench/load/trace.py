@@ -5,7 +5,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from math import isinf
 from operator import itemgetter
 from pathlib import Path
@@ -85,11 +85,10 @@ class Trace:
     def schedule(self, rate: float) -> Iterator[Planned]:
         """Its requests at `rate` a second, by time, without end: after the last entry the trace begins anew.
 
-        At an infinite rate everything comes at once (and only once).
+        At an infinite rate everything comes at once.
         """
         if isinf(rate):
-            yield from (_planned(index, 0.0, entry) for index, entry in enumerate(self.entries))
-            return
+            yield from (_planned(index, 0.0, entry) for index, entry in enumerate(cycle(self.entries)))
         # One mean gap after the last: the rate stays what it is across the seam.
         period_s = (max(entry.unit for entry in self.entries) + 1) / rate
         timed = sorted(((entry.unit / rate + entry.offset_s, entry) for entry in self.entries), key=itemgetter(0))

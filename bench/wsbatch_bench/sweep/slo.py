@@ -2,13 +2,18 @@
 
 import re
 from dataclasses import dataclass
+from math import ceil, inf, log
 from typing import Literal
 
+from wsbatch_bench.numbers import Number
 from wsbatch_bench.sweep.cell import CellResult
 
 Verdict = Literal["pass", "fail", "undecided"]
 
 _METRICS = {"e2e_p95": "e2e_p95_s", "ttft_p95": "ttft_p95_s", "tpot_p95": "tpot_p95_s"}
+_TAIL, _SUCCESS_LEVEL = 0.025, 0.95  # of the bounds of p95, and of the share of answers
+_NEAR_ALL = 0.999
+_PERCENT, _TIME = Number(0, 100), Number(0, 86_400_000, above=True)
 _UNITS = {"s": 1.0, "ms": 0.001}
 _LATENCY = re.compile(r"(\w+)\s*<=\s*([\d.]+)\s*(ms|s)")
 _SUCCESS = re.compile(r"success\s*>=\s*([\d.]+)\s*%")
@@ -21,6 +26,13 @@ class Bound:
     metric: str
     limit: float
 
+    @property
+    def text(self) -> str:
+        """As it is given."""
+        if self.metric == "success":
+            return f"success>={100 * self.limit:g}%"
+        return f"{self.metric}<={self.limit:g}s"
+
     def judge(self, cell: CellResult) -> Verdict:
         """By the bounds of the estimate, not by the estimate: what lies between them is not known."""
         if self.metric == "success":
@@ -30,6 +42,15 @@ class Bound:
             getattr(cell, f"{name}_high_s") <= self.limit,
             getattr(cell, f"{name}_low_s") > self.limit,
         )
+
+    @property
+    def least_requests(self) -> float:
+        """How many measured requests it takes at least to show that it holds; infinite where no number shows it."""
+        if self.metric != "success":
+            return ceil(log(_TAIL) / log(0.95))
+        if self.limit in (0, 1):
+            return inf if self.limit else 1
+        return ceil(log(1 - _SUCCESS_LEVEL) / log(self.limit))
 
     def explain(self, cell: CellResult) -> str:
         """The estimate and its bounds against the limit."""
@@ -63,6 +84,22 @@ class Slo:
             return "fail"
         return "pass" if set(verdicts) == {"pass"} and cell.verdict == "stable" else "undecided"
 
+    def lacking(self, requests: int) -> list[str]:
+        """For each bound that so many measured requests cannot show to hold, how many can."""
+        lines = []
+        for bound in self.bounds:
+            if bound.least_requests == inf:
+                near = Bound("success", _NEAR_ALL).least_requests
+                lines.append(
+                    f"success>=100% is shown by no number of requests: success>={_NEAR_ALL:.1%} takes {near:,.0f}"
+                )
+            elif bound.least_requests > requests:
+                lines.append(
+                    f"{bound.text} takes at least {bound.least_requests:,.0f} measured requests to be shown: with "
+                    f"{requests:,} it fails or stays undecided"
+                )
+        return lines
+
     def limit(self, metric: str) -> float | None:
         """The bound on this metric, where there is one."""
         return next((bound.limit for bound in self.bounds if bound.metric == metric), None)
@@ -73,9 +110,9 @@ def parse_slo(text: str) -> Slo:
     bounds = []
     for item in text.split(","):
         if found := _SUCCESS.fullmatch(item.strip()):
-            bounds.append(Bound("success", float(found[1]) / 100))
+            bounds.append(Bound("success", _PERCENT.read("SLO: success", found[1]) / 100))
         elif (found := _LATENCY.fullmatch(item.strip())) and found[1] in _METRICS:
-            bounds.append(Bound(found[1], float(found[2]) * _UNITS[found[3]]))
+            bounds.append(Bound(found[1], _TIME.read(f"SLO: {found[1]}", found[2]) * _UNITS[found[3]]))
         else:
             raise ValueError(
                 f"SLO {item.strip()!r}: must be METRIC<=NUMBERs (or ms), METRIC one of "

@@ -78,15 +78,15 @@ class RealStage:
 
 async def load_url(url: str, plan: LoadPlan) -> LoadRun:
     """Put the load on the server that listens at `url`."""
-    async with open_url_target(url) as target:
+    async with open_url_target(url, connections=plan.connections) as target:
         return await run_load(target, plan)
 
 
 @asynccontextmanager
-async def open_url_target(url: str) -> AsyncIterator[WebSocketTarget]:
+async def open_url_target(url: str, *, connections: int = 16) -> AsyncIterator[WebSocketTarget]:
     """Connect to the server that listens at `url`, ready for load."""
     dial, host, _ = dial_url(url)
-    async with open_websocket_target(partial(connect, url), dial=dial, host=host, connections=16) as target:
+    async with open_websocket_target(partial(connect, url), dial=dial, host=host, connections=connections) as target:
         yield target
 
 
