@@ -15,7 +15,7 @@ import msgpack
 
 from wsbatch.wire import WireLimits
 
-MOST = WireLimits().max_message_bytes
+MOST, WIDE = WireLimits().max_message_bytes, WireLimits().max_wide_chars
 CONTINUATION, TEXT, BINARY, PING, PONG = 0x0, 0x1, 0x2, 0x9, 0xA
 MSGPACK, JSON = "wsbatch.v1.msgpack", "wsbatch.v1.json"
 LOUD_S = 4.0  # how long a flood lasts
@@ -238,6 +238,7 @@ SHAPES = [
     Shape("json: 262,144 ids", _message(JSON, lambda: json.dumps(_ids(262_144), separators=(",", ":")).encode())),
     Shape("json: one long text", _message(JSON, lambda: _text("x" * (MOST - 64)))),
     Shape("json: one long text and an emoji", _message(JSON, lambda: _text("😀" + "x" * (MOST - 64)))),
+    Shape("json: the longest text with an emoji", _message(JSON, lambda: _text("x" * (WIDE - 1) + "😀"))),
     Shape("json: one long text, escaped", _message(JSON, lambda: _text("\\u00e9" * (MOST // 6 - 64)))),
     Shape("json: newlines", _message(JSON, lambda: _text("\\n" * (MOST // 2 - 64)))),
     Shape("json: backslashes without end", _message(JSON, lambda: _filled(b"\\", head=b'{"a":"'))),

@@ -30,9 +30,10 @@ class MisbehavingEngine(ScriptedEngine):
         *,
         client: Hashable = None,
         on_event: Callable[[Stream], None] | None = None,
+        checked: bool = False,
     ) -> Stream:
         self.asked += 1
-        stream = await super().submit(request, client=client, on_event=on_event)
+        stream = await super().submit(request, client=client, on_event=on_event, checked=checked)
         if self.befall is not None:
             self.befall(self, stream)
         return stream

@@ -19,6 +19,7 @@ from wsbatch.wire.tally import PIECE_BYTES, Tally
 
 MOST = WireLimits().max_message_bytes
 CODEC_PAIR = pytest.mark.parametrize("codec", [MSGPACK, JSON], ids=["msgpack", "json"])
+WIDE_CHARS = WireLimits().max_wide_chars
 IDS = [100 + index for index in range(100_000)]
 
 
@@ -96,6 +97,12 @@ def test_what_is_over_a_bound_is_refused_before_it_is_built(data: bytes, library
 LARGE = {
     "token ids": (generate(token_ids=IDS * 2), "token_ids", tuple(IDS * 2)),
     "a prompt": (generate(prompt="x" * 6_000_000), "prompt", "x" * 6_000_000),
+    "a prompt with an emoji": (
+        generate(prompt="x" * (WIDE_CHARS - 1) + "😀"),
+        "prompt",
+        "x" * (WIDE_CHARS - 1) + "😀",
+    ),
+    "a prompt of wide letters": (generate(prompt="漢" * 1_300_000), "prompt", "漢" * 1_300_000),
     "a prompt, escaped in JSON": (generate(prompt="é\n😀" * 400_000), "prompt", "é\n😀" * 400_000),
 }
 
@@ -142,6 +149,8 @@ def test_a_message_of_very_many_short_strings_is_walked_in_steps(codec: Codec) -
         (generate(prompt=IDS), ["prompt", "a string", "an array of 100000"], BadRequest),
         (generate(prompt="x", suffix="y" * 100_000), ["suffix", "not supported"], BadRequest),
         (generate(messages=[{"role": "u" * 100_000, "content": "x"}]), ["messages[0].role", "32"], BadRequest),
+        (generate(prompt="x" * WIDE_CHARS + "😀"), ["prompt", "U+FFFF", str(WIDE_CHARS)], TooLarge),
+        (generate(prompt="😀" + "x" * WIDE_CHARS), ["prompt", "U+FFFF", str(WIDE_CHARS)], TooLarge),
         (generate(prompt="x", **{"k" * 65: 1}), ["key", "64 characters"], BadRequest),
         (generate(prompt="x" * 100_000, **{"k" * 65: 1}), ["key", "64 characters"], BadRequest),
     ],

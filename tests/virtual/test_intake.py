@@ -13,15 +13,17 @@ from trio.testing import MockClock
 
 from wsbatch.batching.admission import Admission
 from wsbatch.batching.fairness import Client
-from wsbatch.config import EngineConfig
+from wsbatch.config import EngineConfig, ServerConfig
 from wsbatch.engine.loop import BatchEngine
 from wsbatch.engine.stream import Stream
 from wsbatch.errors import BadRequest, NeverFits, QueueFull, QueueTimeout, RequestError
 from wsbatch.messages import ChatMessage, Failed, Finished, GenerateRequest, SamplingParams
-from wsbatch.testing import open_virtual_engine
+from wsbatch.server.serve import Server
+from wsbatch.testing import BareClient, MemoryListener, open_virtual_engine
 from wsbatch.text import ByteText
 from wsbatch.text.detokenize import Detokenizer
 from wsbatch.wire import JSON
+from wsbatch.wire.generate import GenerateFields
 
 
 class Panic(BaseException):
@@ -182,6 +184,28 @@ async def test_a_request_that_is_well_made_passes_unchanged(autojump_clock: Mock
     async with open_virtual_engine(config()) as (engine, _):
         good = replace(request(), id="a", sampling=SamplingParams(3, 1, 1, 5, 7, ("x",), (9,), True, 2), timeout_ms=900)
         assert (await engine.submit(good)).request == good
+
+
+async def test_a_request_from_a_frame_is_not_read_twice(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading a long text once more would hold the event loop."""
+    checked: list[GenerateRequest] = []
+    check = GenerateFields.check
+    monkeypatch.setattr(GenerateFields, "check", lambda self, request: checked.append(request) or check(self, request))
+    asked = GenerateRequest(id=1, prompt="x", sampling=SamplingParams(max_tokens=1))
+    async with open_virtual_engine(EngineConfig(model="simulated")) as (engine, _), trio.open_nursery() as nursery:
+        listener = MemoryListener()
+        await nursery.start(Server(engine, ServerConfig(), addresses=[("127.0.0.1", 1)]).run, [listener])
+        client = BareClient(await listener.connect())
+        await client.open()
+        await client.send(asked)
+        while not isinstance(await client.receive(), Finished):
+            pass
+        assert checked == []
+        await engine.submit(asked)
+        assert checked == [asked]
+        nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize(

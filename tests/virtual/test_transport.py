@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import tracemalloc
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -765,6 +766,29 @@ async def test_a_large_message_waits_for_room_and_comes_whole(autojump_clock: Cl
         await trio.sleep(100)
         assert got == [150_000] * 20
         assert fixture.held_bytes == 0
+
+
+async def test_a_large_message_is_not_copied(autojump_clock: Clock) -> None:
+    """Of 8 MiB that would hold the event loop for ten milliseconds. What is allocated tells."""
+    peaks: list[int] = []
+
+    async def session(connection: Connection) -> None:
+        with suppress(Disconnected):
+            await connection.receive()
+            peaks.append(tracemalloc.get_traced_memory()[1])
+
+    async with transport(session, capacity_bytes=65_536) as fixture:
+        client = await fixture.open()
+        message = begun(4_000_000, whole=4_000_000)
+        tracemalloc.start()
+        try:
+            for at in range(0, len(message), 65_536):
+                await client.stream.send_all(message[at : at + 65_536])
+            await trio.testing.wait_all_tasks_blocked()
+        finally:
+            tracemalloc.stop()
+    [peak] = peaks
+    assert 4_000_000 <= peak <= 6_000_000
 
 
 async def test_who_sends_slowly_gives_way_to_who_waits(autojump_clock: Clock) -> None:

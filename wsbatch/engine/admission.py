@@ -49,9 +49,13 @@ class AdmissionControl:
         full = self._places.refusal(sheddable=self._sheddable_count(client, priority, waiting))
         return full or self._too_late(1, newcomers=1)
 
-    def check(self, request: GenerateRequest) -> GenerateRequest:
-        """The request, if nothing is wrong with its fields. Raises BadRequest or TooLarge."""
-        request = self._fields.check(request)
+    def check(self, request: GenerateRequest, *, checked: bool) -> GenerateRequest:
+        """The request, if nothing is wrong with its fields, each for itself unless it is `checked`, and together.
+
+        Raises BadRequest or TooLarge.
+        """
+        if not checked:
+            request = self._fields.check(request)
         resumed, most = len(request.resume_token_ids), request.sampling.most_tokens
         if resumed > most:
             raise BadRequest(f"resume_token_ids holds {resumed} tokens: may hold max_tokens {most} at most")

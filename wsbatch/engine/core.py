@@ -116,10 +116,13 @@ class EngineCore:
         if isinstance(error, QueueFull) and error.retry_after_ms is None:
             error.retry_after_ms = self._admission.reserve_retry_ms(now_s)
 
-    def check(self, request: GenerateRequest) -> GenerateRequest:
-        """The request, if nothing is wrong with it and the engine is open. Raises RequestError."""
+    def check(self, request: GenerateRequest, *, checked: bool = False) -> GenerateRequest:
+        """The request, if nothing is wrong with it and the engine is open. Raises RequestError.
+
+        Of a request that is `checked`, the fields were read before.
+        """
         self._check_open()
-        return self._admission.check(request)
+        return self._admission.check(request, checked=checked)
 
     def reserve(self, request: GenerateRequest, client: Client) -> Place:
         """A place to tokenize the request in. Raises QueueFull where there is none, whoever might give way."""

@@ -62,12 +62,14 @@ class Engine(Protocol):
         *,
         client: Client = NOBODY,
         on_event: Callable[[Stream], None] | None = None,
+        checked: bool = False,
     ) -> Stream:
         """Tokenize and admit a request; its stream begins with `Accepted`.
 
         Waits for the tokenizer only, never for room. Raises RequestError where the request is refused. Cancelled, it
         leaves nothing behind. Requests of one `client` share its part of the queue, fairly with other clients.
-        `on_event` is called whenever the stream turns from empty to non-empty.
+        `on_event` is called whenever the stream turns from empty to non-empty. A request that is `checked` was read
+        from a frame: nobody need read its fields again, which takes long for a long text.
         """
         ...
 

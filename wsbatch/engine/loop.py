@@ -108,12 +108,13 @@ class BatchEngine:
         *,
         client: Client = NOBODY,
         on_event: Callable[[Stream], None] | None = None,
+        checked: bool = False,
     ) -> Stream:
         """See `Engine.submit`."""
         core, arrived_s = self.core, trio.current_time()
         await trio.lowlevel.checkpoint()  # even where the tokenizer does not wait: a burst must not starve the loop
         try:
-            request = core.check(request)
+            request = core.check(request, checked=checked)
             with core.reserve(request, client) as place:
                 prompt_ids = await self._prompt_ids(request, client, core.queue_deadline_s(request, arrived_s))
                 request = core.fit(request, prompt_ids)

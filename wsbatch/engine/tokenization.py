@@ -86,18 +86,26 @@ class PromptTokenizer:
         texts = [request.prompt or "", *(message.content for message in messages)]
         if (chars := sum(map(len, texts))) > self._max_bytes:
             raise self._too_large(f"at least {chars}")  # which is known without encoding it
-        size = sum(map(_size, texts))
-        if size > self._max_bytes:
-            raise self._too_large(str(size))
-        if size + _MESSAGE_BYTES * len(messages) <= _INLINE_BYTES:
+        if chars <= _INLINE_BYTES and self._size(texts) + _MESSAGE_BYTES * len(messages) <= _INLINE_BYTES:
             return self._encode(request)
         own = self._own.get(client)
         if own is None:
             own = self._own[client] = trio.CapacityLimiter(1)
-        return await self._run(lambda: self._encode(request), own)
+        return await self._run(lambda: self._encode_long(request, texts), own)
 
     def _too_large(self, size: str) -> TooLarge:
         return TooLarge(f"the prompt holds {size} bytes: more than {self._max_bytes} cannot fit the model's context")
+
+    def _size(self, texts: list[str]) -> int:
+        """Bytes of UTF-8 in all. Raises TooLarge for more than can fit."""
+        size = sum(map(_utf8_bytes, texts))
+        if size > self._max_bytes:
+            raise self._too_large(str(size))
+        return size
+
+    def _encode_long(self, request: GenerateRequest, texts: list[str]) -> list[int]:
+        self._size(texts)
+        return self._encode(request)
 
     def _encode(self, request: GenerateRequest) -> list[int]:
         """Whatever a tokenizer or a template raises over this request is the request's error, and nobody else's."""
@@ -112,6 +120,6 @@ class PromptTokenizer:
             raise BadRequest(f"{field}: the model's tokenizer cannot encode it: {foreign(error)}") from error
 
 
-def _size(text: str) -> int:
-    """Bytes of UTF-8; a lone surrogate counts too: refusing it is the codec's business."""
+def _utf8_bytes(text: str) -> int:
+    """A lone surrogate counts too: refusing it is the codec's business."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))

@@ -155,8 +155,9 @@ class EnginePool:
         *,
         client: Client = NOBODY,
         on_event: Callable[[Stream], None] | None = None,
+        checked: bool = False,
     ) -> Stream:
-        """See `Engine.submit`. Waits for a replica's answer. Fair shares are the replicas' matter."""
+        """See `Engine.submit`. Waits for a replica's answer. Fair shares and the request's fields are its matter."""
         await trio.lowlevel.checkpoint()
         if (refusal := self.refusal()) is not None:
             self.metrics.count_refused(refusal.code)

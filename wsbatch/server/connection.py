@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from wsbatch.server.input_budget import Share
+from wsbatch.wire import Message
 
 
 class Disconnected(Exception):
@@ -13,9 +14,9 @@ class Disconnected(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message: `bytes` of a binary one, `Text` or `str` of a text one; and its share of the memory for large ones."""
+    """A message, and its share of the memory for large ones."""
 
-    data: bytes | str
+    data: Message
     share: Share | None = None
 
     def release(self) -> None:

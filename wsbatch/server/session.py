@@ -38,7 +38,7 @@ from wsbatch.server.client_deadlines import ClientDeadlines
 from wsbatch.server.connection import Connection, Disconnected, Received
 from wsbatch.server.wake import Wake
 from wsbatch.server.watch import WatchPacer
-from wsbatch.wire import PROTOCOL_VERSION, Codec, DecodeError
+from wsbatch.wire import PROTOCOL_VERSION, Codec, DecodeError, Message
 
 # Answers (errors, pongs) that a client may leave unread before it is taken for a flood.
 MAX_BACKLOG = 1024
@@ -199,7 +199,7 @@ class Session:
             case Unwatch():
                 self._watch.stop()
 
-    async def _decode(self, data: bytes | str) -> ClientMessage:
+    async def _decode(self, data: Message) -> ClientMessage:
         steps = self._codec.decoding(data)
         try:
             next(steps)
@@ -211,7 +211,7 @@ class Session:
             message: ClientMessage = done.value
             return message
 
-    def _turn_away(self, data: bytes | str) -> bool:
+    def _turn_away(self, data: Message) -> bool:
         """Refuse a `generate` unread, where the engine is full: whether that was done.
 
         So a refusal costs a small part of a request, and those who are too many take little from those who are served.
@@ -253,7 +253,9 @@ class Session:
     async def _submit(self, request: GenerateRequest, live: _Live, received: Received) -> None:
         try:
             with live.submitting:
-                live.stream = await self._engine.submit(request, client=self._client, on_event=self._on_event)
+                live.stream = await self._engine.submit(
+                    request, client=self._client, on_event=self._on_event, checked=True
+                )
         except RequestError as error:
             del self._live[request.id]
             self._answer(_failed(request.id, error))

@@ -205,16 +205,19 @@ class WebSocket:
     def _gather(self, event: TextMessage | BytesMessage) -> Received | None:
         if self._protocol.state is not ConnectionState.OPEN:
             return None
+        if not self._message:
+            self._message = Text() if isinstance(event, TextMessage) else bytearray()
         self._message += event.data.encode() if isinstance(event.data, str) else event.data
         most = self._config.max_message_bytes
         if len(self._message) > most:
             raise _Refused(1009, f"a message may have {most} bytes")
         if event.message_finished:
-            data = Text(self._message) if isinstance(event, TextMessage) else bytes(self._message)
-            share, self._share, self._message = self._share, None, bytearray()
+            # Not copied: that would take ten milliseconds for the largest.
+            message, self._message = self._message, bytearray()
+            share, self._share = self._share, None
             if share is not None:
-                share.complete(len(data))
-            return Received(data, share)
+                share.complete(len(message))
+            return Received(message, share)
         if event.frame_finished:
             self._rate.fragment(trio.current_time())
         return None

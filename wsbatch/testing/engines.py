@@ -77,6 +77,7 @@ class ScriptedEngine:
         *,
         client: Client = NOBODY,
         on_event: Callable[[Stream], None] | None = None,
+        checked: bool = False,
     ) -> Stream:
         """Accept after `submit_s`, unless refused."""
         self.clients.append(client)

@@ -9,6 +9,7 @@ from wsbatch.wire.codec import (
     Codec,
     DecodeError,
     JsonCodec,
+    Message,
     MsgpackCodec,
     Text,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "Codec",
     "DecodeError",
     "JsonCodec",
+    "Message",
     "MsgpackCodec",
     "Text",
     "WireLimits",

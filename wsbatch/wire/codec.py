@@ -7,7 +7,7 @@ in three rounds: its size, what it holds (`tally`, before anything is built), it
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgpack  # type: ignore[import-untyped]
 
@@ -20,6 +20,9 @@ from wsbatch.wire.msgpack_walk import Incomplete, MsgpackWalk, Unknown
 from wsbatch.wire.tally import Pairs, Tally
 
 PROTOCOL_VERSION = 1
+
+Message: TypeAlias = bytes | bytearray | str
+"""As it was received: the bytes of a binary one; a string, or `Text`, of a text one."""
 
 _PIECE_BYTES = 32_768
 
@@ -55,7 +58,7 @@ class Codec(ABC):
         self.limits = limits if limits is not None else WireLimits()
         self._frames = ClientFrames(self.limits)
 
-    def decode_client(self, data: bytes | str) -> ClientMessage:
+    def decode_client(self, data: Message) -> ClientMessage:
         """The message a client sent. Raises DecodeError and nothing else, whatever `data` is."""
         steps = self.decoding(data)
         while True:
@@ -65,7 +68,7 @@ class Codec(ABC):
                 message: ClientMessage = done.value
                 return message
 
-    def decoding(self, data: bytes | str) -> Generator[None, None, ClientMessage]:
+    def decoding(self, data: Message) -> Generator[None, None, ClientMessage]:
         """`decode_client` in steps of a millisecond or so: the last one returns the message.
 
         Text may come as a string or as `Text`.
@@ -84,7 +87,7 @@ class Codec(ABC):
         except RequestError as exc:
             raise DecodeError(exc, id=self._id_of(frame)) from None
 
-    def glance(self, data: bytes | str) -> tuple[RequestId, int] | None:
+    def glance(self, data: Message) -> tuple[RequestId, int] | None:
         """The id and the priority of a `generate`, of which nothing else is read: enough to refuse it.
 
         It takes a small part of the time that decoding takes. The rest of the frame may be wrong. None where only
@@ -98,7 +101,7 @@ class Codec(ABC):
             pass
         return None
 
-    def decode_server(self, data: bytes | str) -> ServerMessage | None:
+    def decode_server(self, data: Message) -> ServerMessage | None:
         """The message a server sent; None for a type newer than this version. Raises DecodeError."""
         self._check_kind(data)
         frame = _frame(self._load(data))
@@ -146,18 +149,18 @@ class Codec(ABC):
         """What `_pack` would make of a frame with long arrays."""
 
     @abstractmethod
-    def _skim(self, data: bytes | str) -> dict[object, object]:
+    def _skim(self, data: Message) -> dict[object, object]:
         """The `type`, `id` and `priority` of a frame, and perhaps others of its fields, without checking any."""
 
     @abstractmethod
-    def _check_kind(self, data: bytes | str) -> None:
+    def _check_kind(self, data: Message) -> None:
         """Raises DecodeError for a text message where binary ones are spoken, and the other way round."""
 
     @abstractmethod
     def _load(self, data: Any) -> object: ...
 
     @abstractmethod
-    def _walk(self, data: bytes, pairs: Pairs) -> Generator[None, None, object]:
+    def _walk(self, data: bytes | bytearray, pairs: Pairs) -> Generator[None, None, object]:
         """A client's message, bounded before it is decoded. Raises DecodeError."""
 
     def _id_of(self, frame: Mapping[str, object]) -> RequestId | None:
@@ -184,7 +187,7 @@ class MsgpackCodec(Codec):
         packed: bytes = self._packer.pack(value)
         return packed
 
-    def _skim(self, data: bytes | str) -> dict[object, object]:
+    def _skim(self, data: Message) -> dict[object, object]:
         if isinstance(data, str | Text):
             return {}
         # The bounds are on what is built: keys and three values. What is skipped is walked over.
@@ -215,11 +218,11 @@ class MsgpackCodec(Codec):
             else:
                 yield self._pack(value)
 
-    def _check_kind(self, data: bytes | str) -> None:
+    def _check_kind(self, data: Message) -> None:
         if isinstance(data, str | Text):
             raise _not_spoken(f"{self.subprotocol} is spoken in binary messages, got a text message")
 
-    def _load(self, data: bytes, **hooks: Any) -> object:
+    def _load(self, data: bytes | bytearray, **hooks: Any) -> object:
         try:
             # Bytes that are not UTF-8 become lone surrogates, which the string readers refuse by field.
             return msgpack.unpackb(data, strict_map_key=False, unicode_errors="surrogateescape", **hooks)
@@ -234,7 +237,7 @@ class MsgpackCodec(Codec):
         except (ValueError, TypeError, OverflowError) as exc:  # a timestamp, say, of a length that none has
             raise _refused(f"the message holds a value that cannot be read: {exc}") from None
 
-    def _walk(self, data: bytes, pairs: Pairs) -> Generator[None, None, object]:
+    def _walk(self, data: bytes | bytearray, pairs: Pairs) -> Generator[None, None, object]:
         walk = MsgpackWalk(data, Tally(self.limits))
         try:
             yield from walk.run()
@@ -258,7 +261,7 @@ class JsonCodec(Codec):
     def _pack(self, value: object) -> str:
         return self._encoder.encode(value)
 
-    def _skim(self, data: bytes | str) -> dict[object, object]:
+    def _skim(self, data: Message) -> dict[object, object]:
         if not isinstance(data, str | Text):
             return {}
         pairs = json.loads(_encoded(data), object_pairs_hook=tuple)
@@ -282,14 +285,14 @@ class JsonCodec(Codec):
                 yield self._pack(value)
         yield "}"
 
-    def _check_kind(self, data: bytes | str) -> None:
+    def _check_kind(self, data: Message) -> None:
         if not isinstance(data, str | Text):
             raise _not_spoken(f"{self.subprotocol} is spoken in text messages, got a binary message")
 
-    def _load(self, data: str | bytes) -> object:
+    def _load(self, data: Message) -> object:
         return self._loaded(data if isinstance(data, str) else data.decode(), dict)
 
-    def _walk(self, data: bytes, pairs: Pairs) -> Generator[None, None, object]:
+    def _walk(self, data: bytes | bytearray, pairs: Pairs) -> Generator[None, None, object]:
         walk = JsonWalk(data, Tally(self.limits))
         try:
             yield from walk.run()
@@ -309,11 +312,13 @@ class JsonCodec(Codec):
             raise _not_spoken(f"the message is not JSON: {exc}") from None
 
 
-class Text(bytes):
+class Text(bytearray):
     """The UTF-8 of a text message, not yet decoded."""
 
+    __slots__ = ()
 
-def _encoded(data: bytes | str) -> bytes:
+
+def _encoded(data: bytes | bytearray | str) -> bytes | bytearray:
     if not isinstance(data, str):
         return data
     try:

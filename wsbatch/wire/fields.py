@@ -39,6 +39,8 @@ class WireLimits:
         max_id_bytes: a request id or nonce that is a string.
         max_token_ids: entries of `token_ids` and of `resume_token_ids`, and of all long arrays in a message. At
             last they become objects, all at once, for which the event loop stands still for 7 ms.
+        max_wide_chars: characters of a text that has any beyond U+FFFF. Each then takes four bytes of memory, and all
+            are written at once.
         max_messages: turns in `messages`.
         max_tokens: the field of that name.
         max_stop, max_stop_chars, max_stop_token_ids: stop strings, characters of each, stop ids.
@@ -53,6 +55,7 @@ class WireLimits:
     max_short_array: int = 1024
     max_id_bytes: int = 64
     max_token_ids: int = 262_144
+    max_wide_chars: int = 4 * 2**20
     max_messages: int = 1024
     max_tokens: int = 1_000_000
     max_stop: int = 16

@@ -10,7 +10,7 @@ from typing import Any
 
 from wsbatch.errors import BadRequest
 from wsbatch.wire.fields import Large
-from wsbatch.wire.tally import PIECE_BYTES, SHORT_BYTES, Tally
+from wsbatch.wire.tally import PIECE_BYTES, SHORT_BYTES, LongText, Tally
 from wsbatch.wire.walk import Walk
 
 # Possessive, so that no text whatever makes them go back: they run in linear time.
@@ -61,7 +61,7 @@ class JsonWalk(Walk):
         tally: counts, and raises.
     """
 
-    def __init__(self, data: bytes, tally: Tally) -> None:
+    def __init__(self, data: bytes | bytearray, tally: Tally) -> None:
         super().__init__(data, tally)
         self._depth = 0
         self._array_at: int | None = None  # where an array began of which no entry yet is a string, map or array
@@ -201,7 +201,7 @@ class JsonWalk(Walk):
             return self._text(cuts)
         return ()
 
-    def _note(self, key: bytes) -> None:
+    def _note(self, key: bytes | bytearray) -> None:
         """A key of the frame itself tells where we are."""
         self._tally.field = key.decode("utf-8", "replace")
         if key == b"id":
@@ -210,7 +210,7 @@ class JsonWalk(Walk):
     def _text(self, cuts: list[int]) -> Iterator[None]:
         """A string in a message that is decoded in pieces, each between two cuts."""
         decoder = codecs.getincrementaldecoder("utf-8")()
-        parts = []
+        long_text = LongText(self._tally)
         held = ""  # of a surrogate pair in two escapes that a cut has parted
         for begin, end in itertools.pairwise(cuts):
             try:
@@ -221,13 +221,9 @@ class JsonWalk(Walk):
             held = ""
             if part and "\ud800" <= part[-1] <= "\udbff" and end != cuts[-1]:
                 held, part = text[-_ESCAPE_BYTES:], part[:-1]
-            try:
-                part.encode()
-            except UnicodeEncodeError:
-                raise self._tally.wrong("a text is not valid Unicode: it has half a surrogate pair") from None
-            parts.append(part)
+            long_text.add(part)
             yield
-        self._cut(cuts[0] - 1, Large("".join(parts)))
+        self._cut(cuts[0] - 1, long_text.joined())
 
     def _cut(self, start: int, value: Large) -> None:
         """What is left to the library has a constant instead of the value that began there and ends here."""

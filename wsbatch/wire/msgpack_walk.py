@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import msgpack  # type: ignore[import-untyped]
 
 from wsbatch.wire.fields import Large
-from wsbatch.wire.tally import PIECE_BYTES, PIECE_ENTRIES, SHORT_BYTES, Tally
+from wsbatch.wire.tally import PIECE_BYTES, PIECE_ENTRIES, SHORT_BYTES, LongText, Tally
 from wsbatch.wire.walk import Walk
 
 # By first byte: the bytes of a value whose size that byte tells.
@@ -55,7 +55,7 @@ class MsgpackWalk(Walk):
         tally: counts, and raises.
     """
 
-    def __init__(self, data: bytes, tally: Tally) -> None:
+    def __init__(self, data: bytes | bytearray, tally: Tally) -> None:
         super().__init__(data, tally)
         self._left = 1  # values to come in the innermost map or array; a map's keys are values too
         self._outer: list[int] = []
@@ -172,18 +172,18 @@ class MsgpackWalk(Walk):
     def _text(self, start: int, begin: int) -> Iterator[None]:
         """A text in a message that is decoded in pieces."""
         decoder = codecs.getincrementaldecoder("utf-8")()
-        parts = []
+        text = LongText(self._tally)
         for at in range(begin, self._at, PIECE_BYTES):
             end = min(at + PIECE_BYTES, self._at)
             try:
-                parts.append(decoder.decode(self._data[at:end], end == self._at))
+                text.add(decoder.decode(self._data[at:end], end == self._at))
             except UnicodeDecodeError:
                 raise self._tally.wrong("a text is not valid Unicode") from None
             self._done_bytes += end - at
             if self._done_bytes >= PIECE_BYTES:
                 self._done_bytes = 0
                 yield
-        self._cut_large(start, Large("".join(parts)))
+        self._cut_large(start, text.joined())
 
     def _cut_large(self, start: int, value: Large) -> None:
         if self._in_pieces:

@@ -65,6 +65,12 @@ class Tally:
             most = self._limits.max_token_ids
             raise self.wrong(f"a message may have {most} token ids, got {self._ids}", TooLarge)
 
+    def wide_chars(self, count: int) -> None:
+        """A text with a character beyond U+FFFF has so many characters."""
+        most = self._limits.max_wide_chars
+        if count > most:
+            raise self.wrong(f"a text with characters beyond U+FFFF may have {most} characters", TooLarge)
+
     def key(self, size: int) -> None:
         """A map's key takes so many bytes, which may be escapes."""
         if size > _ESCAPED_BYTES * _MAX_KEY_CHARS:
@@ -84,6 +90,33 @@ class Tally:
     def wrong(self, message: str, error: type[RequestError] = BadRequest) -> RequestError:
         """An error that names the field."""
         return error(f"{self.field}: {message}" if self.field else message)
+
+
+class LongText:
+    """A text that is decoded in parts, and joined at last."""
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+        self._parts: list[str] = []
+        self._chars = 0
+        self._wide = False  # whether any character so far is beyond U+FFFF
+
+    def add(self, part: str) -> None:
+        """The next part. Raises BadRequest for half a surrogate pair, TooLarge for too many characters."""
+        self._parts.append(part)
+        self._chars += len(part)
+        if not part.isascii():
+            try:
+                units = len(part.encode("utf-16-le")) // 2
+            except UnicodeEncodeError:
+                raise self._tally.wrong("a text is not valid Unicode: it has half a surrogate pair") from None
+            self._wide = self._wide or units > len(part)
+        if self._wide:
+            self._tally.wide_chars(self._chars)
+
+    def joined(self) -> Large:
+        """All of it."""
+        return Large("".join(self._parts))
 
 
 class Pairs:

@@ -12,7 +12,7 @@ class Walk:
         tally: counts, and raises.
     """
 
-    def __init__(self, data: bytes, tally: Tally) -> None:
+    def __init__(self, data: bytes | bytearray, tally: Tally) -> None:
         self.rest = data
         self._data = data
         self._tally = tally
@@ -20,7 +20,7 @@ class Walk:
         self._at = 0
         self._done_bytes = 0  # since the last yield
         self._large: list[Large] = []  # the values for which the placeholders stand, in order
-        self._parts: list[bytes] = []  # of `rest`
+        self._parts: list[bytes | bytearray] = []  # of `rest`
         self._kept = 0  # up to here the message is in `_parts`
 
     def _replace(self, start: int, end: int, placeholder: bytes) -> None:
