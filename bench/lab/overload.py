@@ -11,9 +11,10 @@ from lab_tools.impatient import Manners
 from lab_tools.overload_run import LOADS, Overload, Point, measure_all, overload_rows, overload_table, share_of_peak
 from lab_tools.script import run_script, script_parser
 from wsbatch.cli.parsing import say_error
+from wsbatch.model.simulated import DEFAULT_COSTS
 from wsbatch_bench.load.specs import parse_lengths
 from wsbatch_bench.load.trace import draw_trace
-from wsbatch_bench.sweep.setting import DEFAULT_COSTS, Setting, parse_costs, parse_setting, same_for_both
+from wsbatch_bench.sweep.setting import Setting, parse_costs, parse_setting, same_for_both
 
 BELOW_PEAK = 3
 _LEAST_SHARE = 0.9

@@ -11,12 +11,12 @@ from typing import NoReturn
 import trio
 
 from lab_tools.script import run_script, script_parser
+from wsbatch.batching.costs import CostModel
 from wsbatch.cli.parsing import say_error
 from wsbatch.config import EngineConfig
 from wsbatch.engine.loop import BatchEngine
 from wsbatch.engine.open import open_engine
 from wsbatch.messages import GenerateRequest, SamplingParams, Tokens
-from wsbatch.model.simulated import StepCosts
 from wsbatch.testing import open_virtual_engine
 from wsbatch_bench.cli.flags import add_model_flags, engine_config, read_costs, sizes
 from wsbatch_bench.load.trace import draw_trace
@@ -66,7 +66,7 @@ def measure_stall(
     prompt_tokens: int,
     newcomer_tokens: int,
     make_prompt: MakePrompt,
-    costs: StepCosts,
+    costs: CostModel,
 ) -> StallPoint:
     """Let `streams` requests decode, add one with a prompt of `newcomer_tokens`, and watch the others' tokens.
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from wsbatch.batching.costs import CostModel
 from wsbatch.config import EngineConfig
-from wsbatch.model.simulated import StepCosts
 from wsbatch.testing import VirtualWorker
 from wsbatch_bench.load.generator import LoadPlan, LoadRun, run_load
 from wsbatch_bench.load.specs import parse_arrivals, parse_lengths
@@ -12,7 +12,7 @@ from wsbatch_bench.load.trace import Trace, draw_trace
 from wsbatch_bench.sweep.cell import CellResult
 from wsbatch_bench.sweep.stage import open_virtual_target, run_virtual
 
-COSTS = StepCosts(tau_s=0.010, alpha_s=0.001, beta_s=0.0001)
+COSTS = CostModel(tau_s=0.010, alpha_s=0.001, beta_s=0.0001)
 
 
 def short_trace(count: int, arrivals: str = "poisson", *, prompt: int = 20, output: int = 5, seed: int = 1) -> Trace:
@@ -33,7 +33,7 @@ def load(
     warmup: int = 0,
     measured: int | None = None,
     stop_unstable: bool = False,
-    costs: StepCosts = COSTS,
+    costs: CostModel = COSTS,
     prepare: Callable[[VirtualWorker], None] = lambda worker: None,
     **config: object,
 ) -> LoadRun:

@@ -3,9 +3,9 @@
 import trio
 from trio.testing import MockClock
 
+from wsbatch.batching.costs import CostModel
 from wsbatch.config import EngineConfig
 from wsbatch.messages import Finished, GenerateRequest, SamplingParams, Timing
-from wsbatch.model.simulated import StepCosts
 from wsbatch.testing import open_virtual_engine
 
 
@@ -13,7 +13,7 @@ async def test_batch_wait_is_the_part_of_the_queue_in_which_the_model_was_free(a
     config = EngineConfig(model="simulated", scheduler="dynamic", max_batch_size=4, max_wait_ms=200.0)
     timings: dict[str, Timing] = {}
 
-    async with open_virtual_engine(config, StepCosts(tau_s=0.1, alpha_s=0.0, beta_s=0.0)) as (engine, _):
+    async with open_virtual_engine(config, CostModel(tau_s=0.1, alpha_s=0.0, beta_s=0.0)) as (engine, _):
 
         async def ask(name: str, at_s: float, tokens: int) -> None:
             await trio.sleep_until(at_s)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from stall import StallPoint, measure_stall
+from wsbatch.batching.costs import CostModel
 from wsbatch.config import EngineConfig
 from wsbatch.engine.open import make_scheduler
-from wsbatch.model.simulated import SimulatedModel, StepCosts
+from wsbatch.model.simulated import SimulatedModel
 from wsbatch_bench.load.specs import parse_lengths
 from wsbatch_bench.load.trace import draw_trace
 from wsbatch_bench.steps.bare_loop import LoopRequest, SteppedModel, run_loop
@@ -18,7 +19,7 @@ from wsbatch_bench.steps.scaling import Scaling, StepSample, batch_requests, dra
 from wsbatch_bench.steps.static_batch import draw_timeline, draw_waste, measure_batches, pooled_waste
 from wsbatch_bench.sweep.setting import Setting
 
-COSTS = StepCosts(tau_s=0.010, alpha_s=0.001, beta_s=0.0005)
+COSTS = CostModel(tau_s=0.010, alpha_s=0.001, beta_s=0.0005)
 PROMPTS = draw_trace(1).prompt_ids
 
 
@@ -26,7 +27,7 @@ def requests(*outputs: int, prompt: int = 16) -> list[LoopRequest]:
     return [LoopRequest(PROMPTS(index, prompt), tokens) for index, tokens in enumerate(outputs)]
 
 
-def stepped(costs: StepCosts = COSTS) -> SteppedModel:
+def stepped(costs: CostModel = COSTS) -> SteppedModel:
     return SteppedModel(SimulatedModel(costs))
 
 
@@ -83,7 +84,7 @@ def test_measured_waste_matches_theory() -> None:
         assert min(batch.waste_fraction for batch in batches) < pooled_waste(batches)  # they differ: no one number
 
 
-def scaling(scheduler: str, costs: StepCosts = COSTS) -> Scaling:
+def scaling(scheduler: str, costs: CostModel = COSTS) -> Scaling:
     model = stepped(costs)
     return measure_scaling(
         model,

@@ -6,7 +6,7 @@ from math import inf, isfinite
 import pytest
 import trio
 
-from wsbatch.model.simulated import StepCosts
+from wsbatch.batching.costs import CostModel
 from wsbatch.steps import StepPlan, StepResult
 from wsbatch.testing import VirtualWorker
 from wsbatch_bench.load.generator import STOPPED
@@ -19,7 +19,7 @@ from .harness import load, short_trace
 def test_every_request_goes_out_at_its_scheduled_time_whatever_becomes_of_the_others() -> None:
     """A server five times too slow: an open loop does not care."""
     trace = short_trace(20)
-    run = load(trace, 40.0, costs=StepCosts(tau_s=0.1, alpha_s=0.0, beta_s=0.0))
+    run = load(trace, 40.0, costs=CostModel(tau_s=0.1, alpha_s=0.0, beta_s=0.0))
     planned = [planned.at_s for planned in islice(trace.schedule(40.0), len(run.records))]
     assert [record.scheduled_s for record in run.records] == planned
     assert [record.sent_s for record in run.records] == pytest.approx(planned)
@@ -101,7 +101,7 @@ def test_two_runs_of_one_cell_are_equal() -> None:
 def test_the_mean_wait_of_an_md1_queue(rho: float) -> None:
     """One slot, one token each: a constant service time. Pollaczek-Khinchine: W = rho * S / (2 * (1 - rho))."""
     service_s = 0.1
-    costs = StepCosts(tau_s=service_s, alpha_s=0.0, beta_s=0.0)
+    costs = CostModel(tau_s=service_s, alpha_s=0.0, beta_s=0.0)
     trace = short_trace(2200, prompt=1, output=1, seed=5)
     run = load(trace, rho / service_s, warmup=200, costs=costs, max_batch_size=1)
     waits = [record.timing.queue_ms / 1000 for record in run.measured if record.timing is not None]

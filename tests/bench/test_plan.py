@@ -11,10 +11,10 @@ import trio
 
 from replicas import Compared, RealPoolStage, capacity_line
 from virtual_replica import VirtualReplica
+from wsbatch.batching.costs import CostModel
 from wsbatch.client import open_client
 from wsbatch.config import ServerConfig
 from wsbatch.messages import GenerateRequest, SamplingParams
-from wsbatch.model.simulated import StepCosts
 from wsbatch.pool import open_pool
 from wsbatch.server.serve import Server
 from wsbatch.testing import MemoryListener
@@ -34,7 +34,7 @@ from wsbatch_bench.sweep.stage import VirtualStage, run_virtual
 
 from .harness import cell, short_trace
 
-COSTS = StepCosts(tau_s=0.010, alpha_s=0.001, beta_s=0.0005)
+COSTS = CostModel(tau_s=0.010, alpha_s=0.001, beta_s=0.0005)
 STAGE = PoolStage(same_for_both(COSTS))
 SLO = parse_slo("e2e_p95<=5s")
 WORKLOAD = Workload(
@@ -323,7 +323,7 @@ def test_help_to_work_from(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_two_real_replicas_behind_a_router_answer_everything() -> None:
     """Processes and sockets: nothing is said about time."""
-    stage = RealPoolStage(same_for_both(StepCosts(tau_s=0.002, alpha_s=0.0, beta_s=0.0)), 2)
+    stage = RealPoolStage(same_for_both(CostModel(tau_s=0.002, alpha_s=0.0, beta_s=0.0)), 2)
     load = LoadPlan(trace=short_trace(40), rate=40.0, warmup=5, measured=30)
     done = stage.run(Setting("continuous", 4), load)
     assert [record.tokens for record in done.measured] == [5] * 30

@@ -3,13 +3,13 @@
 from math import isfinite
 from pathlib import Path
 
-from wsbatch.model.simulated import StepCosts
+from wsbatch.batching.costs import CostModel
 from wsbatch_bench.load.specs import parse_lengths
 from wsbatch_bench.sweep.setting import Setting, same_for_both
 from wsbatch_bench.sweep.stage import VirtualStage
 from wsbatch_bench.sweep.study import Scenario, Study, StudyRow, draw_study, run_study, studies, study_table
 
-STAGE = VirtualStage(same_for_both(StepCosts(tau_s=0.010, alpha_s=0.0005, beta_s=0.0001)))
+STAGE = VirtualStage(same_for_both(CostModel(tau_s=0.010, alpha_s=0.0005, beta_s=0.0001)))
 
 
 def rows(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from wsbatch.model.simulated import StepCosts
+from wsbatch.batching.costs import CostModel
 from wsbatch_bench.sweep.cell import Cell, CellResult, from_json, to_json
 from wsbatch_bench.sweep.choose import choose
 from wsbatch_bench.sweep.files import SweepDocument, pareto, read_sweep
@@ -17,7 +17,7 @@ from wsbatch_bench.sweep.stage import VirtualStage, serve_command
 
 from .harness import cell, short_trace
 
-COSTS = StepCosts(tau_s=0.010, alpha_s=0.001, beta_s=0.0001)
+COSTS = CostModel(tau_s=0.010, alpha_s=0.001, beta_s=0.0001)
 
 
 def sweep(measured: int = 60) -> Sweep:
@@ -153,12 +153,12 @@ def test_bad_settings_are_named(spec: str, word: str) -> None:
 
 
 def test_costs_from_flags_and_files(tmp_path: Path) -> None:
-    assert parse_costs("tau_ms=12,alpha_ms=0.9,beta_ms=0.7")["dynamic"] == StepCosts(
+    assert parse_costs("tau_ms=12,alpha_ms=0.9,beta_ms=0.7")["dynamic"] == CostModel(
         tau_s=0.012, alpha_s=0.0009, beta_s=0.0007
     )
     path = tmp_path / "fit.json"
     path.write_text(json.dumps({"continuous": {"tau_s": 0.01, "alpha_s": 0.001, "beta_s": 0.0005, "r2": 0.99}}))
-    assert parse_costs(str(path)) == {"continuous": StepCosts(tau_s=0.01, alpha_s=0.001, beta_s=0.0005)}
+    assert parse_costs(str(path)) == {"continuous": CostModel(tau_s=0.01, alpha_s=0.001, beta_s=0.0005)}
     path.write_text('{"dynamic": {"tau_s": 0.01, "alpha_s": NaN, "beta_s": 0}}')
     with pytest.raises(ValueError, match=r"dynamic\.alpha_s is nan: must be a number of at least 0"):
         parse_costs(str(path))

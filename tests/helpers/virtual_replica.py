@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import trio
 
+from wsbatch.batching.costs import CostModel
 from wsbatch.client import Client, open_client
 from wsbatch.config import EngineConfig, ServerConfig
 from wsbatch.engine.loop import BatchEngine
 from wsbatch.errors import ConnectionLost
-from wsbatch.model.simulated import StepCosts
+from wsbatch.model.simulated import DEFAULT_COSTS
 from wsbatch.server.serve import Server
 from wsbatch.steps import StepPlan, StepResult
 from wsbatch.testing import MemoryListener, MemoryStream, VirtualWorker, open_virtual_engine
@@ -47,7 +48,9 @@ class VirtualReplica:
     worker: VirtualWorker
     server: Server
 
-    def __init__(self, config: EngineConfig, *, costs: StepCosts | None = None, revision: str = "simulated-1") -> None:
+    def __init__(
+        self, config: EngineConfig, *, costs: CostModel = DEFAULT_COSTS, revision: str = "simulated-1"
+    ) -> None:
         self.config = config
         self.costs = costs
         self.revision = revision

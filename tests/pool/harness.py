@@ -9,10 +9,11 @@ import pytest
 import trio
 
 from virtual_replica import VirtualReplica
+from wsbatch.batching.costs import CostModel
 from wsbatch.config import EngineConfig
 from wsbatch.engine.stream import Stream
 from wsbatch.messages import Failed, Finished, GenerateRequest, SamplingParams, Tokens
-from wsbatch.model.simulated import SimulatedModel, StepCosts
+from wsbatch.model.simulated import DEFAULT_COSTS, SimulatedModel
 from wsbatch.pool import EnginePool, PoolConfig, open_pool
 from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart
 
@@ -47,7 +48,7 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    count: int = 2, *, engine: EngineConfig = ENGINE, costs: StepCosts | None = None, **settings: Any
+    count: int = 2, *, engine: EngineConfig = ENGINE, costs: CostModel = DEFAULT_COSTS, **settings: Any
 ) -> AsyncIterator[Cluster]:
     async with trio.open_nursery() as nursery:
         group = Cluster([VirtualReplica(engine, costs=costs) for _ in range(count)], nursery)
@@ -72,7 +73,7 @@ def request(tokens: int = 40, prompt: str = "abcd", **fields: Any) -> GenerateRe
 @cache
 def undisturbed(request: GenerateRequest) -> tuple[tuple[int, ...], str, str]:
     """What the request gets from the model when nothing else exists: ids, text, finish reason."""
-    model, sampling = SimulatedModel(StepCosts()), request.sampling
+    model, sampling = SimulatedModel(), request.sampling
     done = request.resume_token_ids
     row_sampling = SamplingParams(temperature=sampling.temperature, seed=sampling.seed or 0)
     row = PaddedRow(0, (*(request.prompt or "").encode(), *done), row_sampling)

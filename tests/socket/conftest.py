@@ -16,7 +16,7 @@ PATIENCE_S = 60
 
 _PATCHED = """
 import sys, time, wsbatch.cli, wsbatch.engine.open
-from wsbatch.model.simulated import SimulatedModel, StepCosts
+from wsbatch.model.simulated import SimulatedModel
 from wsbatch.text import ByteText
 
 class Faulty(SimulatedModel):
@@ -25,7 +25,7 @@ class Faulty(SimulatedModel):
             {fault}
         return super().run(plan)
 
-wsbatch.engine.open._load = lambda config, progress: (Faulty(StepCosts()), ByteText())
+wsbatch.engine.open._load = lambda config, progress: (Faulty(), ByteText())
 sys.exit(wsbatch.cli.main(sys.argv[1:]))
 """
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from wsbatch.batching.blocks import BlockPool
 from wsbatch.batching.continuous import ContinuousScheduler
-from wsbatch.batching.costs import FittedCosts
+from wsbatch.batching.costs import CostModel
 from wsbatch.batching.prefill import choose_chunk
 from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Step
@@ -92,9 +92,9 @@ def test_the_chosen_chunk_is_the_largest_within_the_slo(
 
     if step_s(0) > slo_s:
         with pytest.raises(ValueError, match=r"itl_slo_s is .*: must be at least"):
-            choose_chunk(slo_s, FittedCosts(tau_s, alpha_s, beta_s), rows=rows)
+            choose_chunk(slo_s, CostModel(tau_s=tau_s, alpha_s=alpha_s, beta_s=beta_s), rows=rows)
         return
-    chunk = choose_chunk(slo_s, FittedCosts(tau_s, alpha_s, beta_s), rows=rows)
+    chunk = choose_chunk(slo_s, CostModel(tau_s=tau_s, alpha_s=alpha_s, beta_s=beta_s), rows=rows)
     assert chunk >= 16
     assert chunk == 16 or step_s(chunk) <= slo_s * (1 + 1e-9)
     assert step_s(chunk + 1) > slo_s * (1 - 1e-9)
@@ -102,9 +102,9 @@ def test_the_chosen_chunk_is_the_largest_within_the_slo(
 
 def test_choosing_needs_a_cost_for_prompt_tokens() -> None:
     with pytest.raises(ValueError, match="beta_s is 0: must be above 0"):
-        choose_chunk(1.0, FittedCosts(0.1, 0.1, 0), rows=1)
+        choose_chunk(1.0, CostModel(tau_s=0.1, alpha_s=0.1, beta_s=0), rows=1)
 
 
 def test_choose_chunk_by_hand() -> None:
-    assert choose_chunk(0.100, FittedCosts(0.010, 0.001, 0.0007), rows=8) == 117
-    assert choose_chunk(0.0181, FittedCosts(0.010, 0.001, 0.0007), rows=8, block_tokens=4) == 4
+    assert choose_chunk(0.100, CostModel(tau_s=0.010, alpha_s=0.001, beta_s=0.0007), rows=8) == 117
+    assert choose_chunk(0.0181, CostModel(tau_s=0.010, alpha_s=0.001, beta_s=0.0007), rows=8, block_tokens=4) == 4

@@ -18,7 +18,7 @@ from wsbatch.engine.open import make_scheduler
 from wsbatch.engine.outbox import Outbox
 from wsbatch.errors import EngineDead, RequestError, StepFailed
 from wsbatch.messages import Accepted, Event, Failed, Finished, GenerateRequest, SamplingParams, Started, Tokens
-from wsbatch.model.simulated import SimulatedModel, StepCosts
+from wsbatch.model.simulated import SimulatedModel
 from wsbatch.steps import PagedStep, StepResult
 from wsbatch.text import ByteText
 
@@ -45,7 +45,7 @@ class Driver:
     def __post_init__(self) -> None:
         config = EngineConfig(**CONFIG, scheduler=self.scheduler)
         pool = BlockPool(12, 4)  # smaller than a configuration allows: rows are preempted
-        self.model = SimulatedModel(StepCosts(), max_model_len=48, block_tokens=4)
+        self.model = SimulatedModel(max_model_len=48, block_tokens=4)
         scheduler = make_scheduler(config, now_s=0.0)
         if self.scheduler == "continuous":
             scheduler = ContinuousScheduler(

@@ -6,7 +6,7 @@ from wsbatch.batching.dynamic import DynamicScheduler, DynamicSettings
 from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Step
 from wsbatch.messages import SamplingParams
-from wsbatch.model.simulated import SimulatedModel, StepCosts
+from wsbatch.model.simulated import SimulatedModel
 from wsbatch.steps import PaddedDecode
 
 
@@ -28,7 +28,7 @@ def work(key: int, length: int = 3, max_new_tokens: int = 4) -> Work:
 
 def run_out(scheduler: DynamicScheduler, works: list[Work]) -> tuple[dict[int, list[int]], dict[int, float]]:
     """Run to the end on the simulated model, a second a step; tokens and head-of-line delay by key."""
-    model = SimulatedModel(StepCosts())
+    model = SimulatedModel()
     for item in works:
         scheduler.add(item)
     budgets = {item.key: item.max_new_tokens for item in works}
@@ -79,7 +79,7 @@ def test_compaction_gives_the_same_tokens_with_less_waste() -> None:
 
 def test_compaction_waits_for_half_of_the_rows() -> None:
     scheduler = make(early_compaction=True)
-    model = SimulatedModel(StepCosts())
+    model = SimulatedModel()
     for key in range(4):
         scheduler.add(work(key))
     step = scheduler.decide(0.0)
@@ -98,7 +98,7 @@ def test_compaction_waits_for_half_of_the_rows() -> None:
 
 def test_a_row_cancelled_in_flight_gives_no_token_and_is_released_with_its_batch() -> None:
     scheduler = make()
-    model = SimulatedModel(StepCosts())
+    model = SimulatedModel()
     scheduler.add(work(1))
     scheduler.add(work(2))
     step = scheduler.decide(0.0)
@@ -114,7 +114,7 @@ def test_a_row_cancelled_in_flight_gives_no_token_and_is_released_with_its_batch
 
 def test_the_whole_batch_cancelled_in_flight_frees_the_model() -> None:
     scheduler = make()
-    model = SimulatedModel(StepCosts())
+    model = SimulatedModel()
     scheduler.add(work(1))
     step = scheduler.decide(0.0)
     assert isinstance(step, Step)
@@ -142,7 +142,7 @@ def test_report_counts_only_the_steps_of_the_request() -> None:
     scheduler.add(work(3, length=5, max_new_tokens=2))
     step = scheduler.decide(10.0)
     assert isinstance(step, Step)
-    model = SimulatedModel(StepCosts())
+    model = SimulatedModel()
     scheduler.complete(model.compute(step.plan), 11.0)
     report = scheduler.report(3)
     assert report is not None

@@ -35,7 +35,7 @@ from wsbatch.messages import (
     SamplingParams,
     Tokens,
 )
-from wsbatch.model.simulated import SimulatedModel, StepCosts
+from wsbatch.model.simulated import SimulatedModel
 from wsbatch.server.serve import Server
 from wsbatch.steps import PaddedDecode, PaddedRow, PaddedStart, PagedStep, StepPlan, StepResult
 from wsbatch.testing import BareClient, Closed, MemoryListener, Rejected, VirtualWorker, open_virtual_engine
@@ -170,7 +170,7 @@ continuous = scenarios(
 @cache
 def undisturbed(request: GenerateRequest) -> tuple[tuple[int, ...], str, str]:
     """What this request gets from the model when nothing else exists: ids, text, finish reason."""
-    model, sampling = SimulatedModel(StepCosts()), request.sampling
+    model, sampling = SimulatedModel(), request.sampling
     chosen = SamplingParams(temperature=sampling.temperature, seed=sampling.seed or 0)
     row = PaddedRow(0, tuple((request.prompt or "").encode()), chosen)
     ids = list(model.compute(PaddedStart((row,), sampling.max_tokens)).token_ids)

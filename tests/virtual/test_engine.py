@@ -22,7 +22,7 @@ from wsbatch.errors import (
     TooLarge,
 )
 from wsbatch.messages import Accepted, ChatMessage, Failed, Finished, GenerateRequest, SamplingParams, Tokens
-from wsbatch.model.simulated import StepCosts
+from wsbatch.model.simulated import DEFAULT_COSTS
 from wsbatch.steps import PaddedStart, PagedStep, StepPlan, StepResult
 from wsbatch.testing import open_virtual_engine
 from wsbatch.text import ByteText
@@ -505,7 +505,7 @@ async def test_long_prompts_on_a_slow_machine_do_not_look_like_a_stall(
 ) -> None:
     """A prompt token takes 60 ms: 2,048 in one step, or the eight prompts of one batch, would take over 120 s."""
     chosen = config(scheduler=scheduler, max_batch_size=8, max_wait_ms=0.0, queue_timeout_ms=3_600_000)
-    async with open_virtual_engine(chosen, StepCosts(beta_s=0.060)) as (engine, worker):
+    async with open_virtual_engine(chosen, replace(DEFAULT_COSTS, beta_s=0.060)) as (engine, worker):
         lengths = [4000, *[900] * 6] if scheduler == "continuous" else [300] * 12
         prompts = [chr(65 + n) * length for n, length in enumerate(lengths)]
         for stream in [await engine.submit(request(tokens=20, prompt=prompt)) for prompt in prompts]:

@@ -13,7 +13,6 @@ from wsbatch.engine.loop import BatchEngine
 from wsbatch.engine.stream import Stream
 from wsbatch.errors import BY_CODE, QueueFull, RequestError
 from wsbatch.messages import Failed, Finished, GenerateRequest, SamplingParams
-from wsbatch.model.simulated import StepCosts
 from wsbatch.testing import open_virtual_engine
 
 
@@ -242,7 +241,7 @@ async def test_one_client_with_a_thousand_requests_does_not_starve_another(autoj
 async def test_latency_goals_refuse_what_would_break_them(autojump_clock: MockClock, goal: str) -> None:
     """Steps take 10 ms + 1 ms a row + 0.5 ms a prompt token: 60 ms is a prompt of 96, or 50 rows."""
     chosen = config(max_batch_size=64, max_batch_prefill_tokens=4096, **{goal: 60.0})
-    async with open_virtual_engine(chosen, StepCosts()) as (engine, _):
+    async with open_virtual_engine(chosen) as (engine, _):
         for length in (4, 8, 16, 32, 4, 8, 16, 32, 4, 8):  # what the costs are learnt from
             await ending(
                 await engine.submit(GenerateRequest(prompt="x" * length, sampling=SamplingParams(max_tokens=3)))

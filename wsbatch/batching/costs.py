@@ -1,4 +1,4 @@
-"""What a step costs: in slots; and in seconds, tau + alpha * decode rows + beta * prompt tokens, fitted in service."""
+"""What a step costs: in slots; and in seconds, by one model, tau + alpha * decode rows + beta * prompt tokens."""
 
 from dataclasses import dataclass
 
@@ -37,16 +37,22 @@ class StepCost:
         return self.useful_prefill_tokens + self.useful_decode_slots
 
 
-@dataclass(frozen=True, slots=True)
-class FittedCosts:
-    """Seconds: of a step, of a decode row in it, of a prompt token in it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """What steps cost in seconds: as fitted in service, as measured by the bench, or as assumed of a simulated model.
+
+    Attributes:
+        tau_s: of a step.
+        alpha_s: of a decode row in it.
+        beta_s: of a prompt token in it, padding included.
+    """
 
     tau_s: float
     alpha_s: float
     beta_s: float
 
     def step_s(self, *, decode_rows: int, prefill_tokens: int) -> float:
-        """Predicted seconds of such a step."""
+        """Seconds of such a step."""
         return self.tau_s + self.alpha_s * decode_rows + self.beta_s * prefill_tokens
 
     def prefill_tokens(self, limit_s: float, *, decode_rows: int) -> float:
@@ -78,11 +84,12 @@ class StepCostFit:
                 self._normal[row][column] = self._normal[row][column] * _FORGET + features[row] * features[column]
             self._moments[row] = self._moments[row] * _FORGET + features[row] * cost.seconds
 
-    def fitted(self) -> FittedCosts | None:
+    def fitted(self) -> CostModel | None:
         """The costs as the recent steps tell them; None before enough steps were seen."""
         if self._steps < _LEAST_STEPS:
             return None
-        return FittedCosts(*(max(0.0, cost) for cost in _solve(self._normal, self._moments)))
+        tau_s, alpha_s, beta_s = (max(0.0, cost) for cost in _solve(self._normal, self._moments))
+        return CostModel(tau_s=tau_s, alpha_s=alpha_s, beta_s=beta_s)
 
 
 def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:

@@ -1,6 +1,6 @@
 """How many prompt tokens a step may carry: by the settings, by the goal for a decode step, by the time it may take."""
 
-from wsbatch.batching.costs import FittedCosts, StepCost, StepCostFit
+from wsbatch.batching.costs import CostModel, StepCost, StepCostFit
 
 _GUESSED_TOKEN_S = 0.050
 _GROWTH = 8
@@ -108,7 +108,7 @@ class PrefillBound:
         return max(1, int(bound))
 
 
-def choose_chunk(itl_slo_s: float, costs: FittedCosts, *, rows: int, block_tokens: int = 16) -> int:
+def choose_chunk(itl_slo_s: float, costs: CostModel, *, rows: int, block_tokens: int = 16) -> int:
     """The most prompt tokens a step may carry beside `rows` decodes so that it takes at most `itl_slo_s`.
 
     At least one block: less would cost a prompt more steps than it saves its neighbours. ValueError where the decodes

@@ -21,8 +21,8 @@ from wsbatch.steps import Model, ModelInfo
 from wsbatch.text import ByteText, TextCodec
 
 if TYPE_CHECKING:
+    from wsbatch.batching.costs import CostModel
     from wsbatch.model.loading import LoadedModel
-    from wsbatch.model.simulated import StepCosts
 
 _STEP_SHARE = 0.1
 """Of `step_stall_s`, what a step that prefills may take: costs are known roughly, and a stalled step is fatal."""
@@ -232,9 +232,9 @@ def _load(config: EngineConfig, progress: Progress | None) -> tuple[Model, TextC
     return SCHEDULERS[config.scheduler].model(loaded, for_device(config, loaded.info)), codec
 
 
-def _step_costs(text: str) -> "StepCosts":
+def _step_costs(text: str) -> "CostModel":
     """The costs in `simulated:tau_ms=10,alpha_ms=1,beta_ms=0.5`: of a step, a decode row, a prompt token."""
-    from wsbatch.model.simulated import StepCosts
+    from wsbatch.model.simulated import DEFAULT_COSTS
 
     costs: dict[str, float] = {}
     for part in text.split(",") if text else ():
@@ -249,4 +249,4 @@ def _step_costs(text: str) -> "StepCosts":
                 "milliseconds from 0 on"
             )
         costs[name.removesuffix("_ms") + "_s"] = milliseconds / 1000
-    return StepCosts(**costs)
+    return replace(DEFAULT_COSTS, **costs)

@@ -8,26 +8,16 @@ mixes up tokens or blocks changes the text; and, where sampled, of (seed, positi
 import time
 from dataclasses import dataclass
 
+from wsbatch.batching.costs import CostModel
 from wsbatch.messages import SamplingParams, TokenLogprobs
 from wsbatch.steps import ModelInfo, PaddedDecode, PaddedStart, PagedStep, StepPlan, StepResult
+
+DEFAULT_COSTS = CostModel(tau_s=0.010, alpha_s=0.001, beta_s=0.0005)
 
 EOS_ID = 256
 _FIRST_ID, _LAST_ID = 0x20, 0x7E  # printable ASCII: the simulated codec's ids are bytes
 _MEMORY = 4  # a token depends on this many tokens before it
 _MASK = (1 << 64) - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCosts:
-    """A step takes tau_s + alpha_s for each decode row + beta_s for each prompt token computed (padding included)."""
-
-    tau_s: float = 0.010
-    alpha_s: float = 0.001
-    beta_s: float = 0.0005
-
-    def step_s(self, *, decode_rows: int, prompt_tokens: int) -> float:
-        """Seconds of a step."""
-        return self.tau_s + self.alpha_s * decode_rows + self.beta_s * prompt_tokens
 
 
 @dataclass(slots=True)
@@ -39,7 +29,7 @@ class _Row:
 class SimulatedModel:
     """Implements `Model` for padded and paged plans."""
 
-    def __init__(self, costs: StepCosts, *, max_model_len: int = 8192, block_tokens: int = 16) -> None:
+    def __init__(self, costs: CostModel = DEFAULT_COSTS, *, max_model_len: int = 8192, block_tokens: int = 16) -> None:
         self.costs = costs
         self._block_tokens = block_tokens
         self._rows: list[_Row] = []
@@ -69,13 +59,13 @@ class SimulatedModel:
         match plan:
             case PaddedStart(rows=rows):
                 longest = max(len(row.token_ids) for row in rows)
-                return self.costs.step_s(decode_rows=0, prompt_tokens=longest * len(rows))
+                return self.costs.step_s(decode_rows=0, prefill_tokens=longest * len(rows))
             case PaddedDecode(keep=keep):
-                return self.costs.step_s(decode_rows=len(self._rows if keep is None else keep), prompt_tokens=0)
+                return self.costs.step_s(decode_rows=len(self._rows if keep is None else keep), prefill_tokens=0)
             case PagedStep(rows=paged_rows):
                 decodes = sum(len(row.token_ids) == 1 for row in paged_rows)
                 prompt = sum(len(row.token_ids) for row in paged_rows if len(row.token_ids) > 1)
-                return self.costs.step_s(decode_rows=decodes, prompt_tokens=prompt)
+                return self.costs.step_s(decode_rows=decodes, prefill_tokens=prompt)
 
     def compute(self, plan: StepPlan) -> StepResult:
         """The step's tokens, at once."""

@@ -5,11 +5,12 @@ from contextlib import asynccontextmanager
 
 import trio
 
+from wsbatch.batching.costs import CostModel
 from wsbatch.config import EngineConfig
 from wsbatch.engine.loop import BatchEngine
 from wsbatch.engine.open import assemble
 from wsbatch.errors import StepFailed
-from wsbatch.model.simulated import SimulatedModel, StepCosts
+from wsbatch.model.simulated import DEFAULT_COSTS, SimulatedModel
 from wsbatch.steps import PaddedStart, PagedStep, StepPlan, StepResult
 from wsbatch.text import ByteText, TextCodec
 
@@ -50,12 +51,10 @@ async def tokenize_here(function: Callable[[], list[int]], own: trio.CapacityLim
 
 @asynccontextmanager
 async def open_virtual_engine(
-    config: EngineConfig, costs: StepCosts | None = None, *, codec: TextCodec | None = None
+    config: EngineConfig, costs: CostModel = DEFAULT_COSTS, *, codec: TextCodec | None = None
 ) -> AsyncIterator[tuple[BatchEngine, VirtualWorker]]:
     """A running engine over a simulated model, and its worker to look into. Text is bytes unless `codec` says else."""
-    model = SimulatedModel(
-        costs or StepCosts(), max_model_len=config.max_model_len or 8192, block_tokens=config.block_tokens
-    )
+    model = SimulatedModel(costs, max_model_len=config.max_model_len or 8192, block_tokens=config.block_tokens)
     worker = VirtualWorker(model)
     engine = assemble(config, info=model.info, worker=worker, codec=codec or ByteText(), run=tokenize_here)
     async with trio.open_nursery() as nursery:

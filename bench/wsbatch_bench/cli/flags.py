@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from wsbatch.config import EngineConfig
+from wsbatch.model.simulated import DEFAULT_COSTS
 from wsbatch_bench.load.specs import DEFAULT_OUTPUTS, DEFAULT_PROMPTS, parse_arrivals, parse_lengths
 from wsbatch_bench.load.trace import Trace, draw_trace, load_trace
 from wsbatch_bench.numbers import BATCH, SEED, Number, numbers
-from wsbatch_bench.sweep.setting import DEFAULT_COSTS, Costs, parse_costs, same_for_both
+from wsbatch_bench.sweep.setting import Costs, parse_costs, same_for_both
 
 _MOST_REQUESTS = 1_000_000
 THREADS = Number(1, 4096, whole=True)

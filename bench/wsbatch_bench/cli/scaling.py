@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _lines(scaling: Scaling, efficiency: float) -> list[str]:
     lines = [f"{'batch':>6} {'step ms':>9} {'fitted':>9} {'tokens/s':>9} {'speed-up':>9} {'efficiency':>11}"]
     lines += [
-        f"{point.batch:6} {1000 * point.step_s:9.2f} {1000 * scaling.fit.step_s(point.batch):9.2f} "
+        f"{point.batch:6} {1000 * point.step_s:9.2f} {1000 * scaling.fit.decode_s(point.batch):9.2f} "
         f"{point.goodput:9.1f} {point.speedup:9.2f} {point.efficiency:11.1%}"
         for point in scaling.points
     ]
@@ -133,7 +133,7 @@ def _save(arguments: argparse.Namespace, scaling: Scaling, description: str) -> 
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["batch", "step_s", "fitted_s", "goodput", "speedup", "efficiency"])
         for point in scaling.points:
-            values = (point.step_s, scaling.fit.step_s(point.batch), point.goodput, point.speedup, point.efficiency)
+            values = (point.step_s, scaling.fit.decode_s(point.batch), point.goodput, point.speedup, point.efficiency)
             writer.writerow([point.batch, *(f"{value:.6g}" for value in values)])
     path = out / "costs.json"
     known = json.loads(path.read_text()) if path.exists() else {}

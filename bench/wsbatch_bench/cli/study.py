@@ -7,13 +7,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from wsbatch.cli.parsing import Commands, add_parser, say_error
+from wsbatch.model.simulated import DEFAULT_COSTS
 from wsbatch_bench.cli.flags import add_requests, read_warmups
 from wsbatch_bench.load.results import plain
 from wsbatch_bench.load.specs import parse_arrivals, parse_lengths
 from wsbatch_bench.load.trace import draw_trace
 from wsbatch_bench.numbers import BATCH, RATE
 from wsbatch_bench.sweep.grid import Sweep
-from wsbatch_bench.sweep.setting import DEFAULT_COSTS, Setting, parse_costs, same_for_both
+from wsbatch_bench.sweep.setting import Setting, parse_costs, same_for_both
 from wsbatch_bench.sweep.stage import RealStage, Stage, VirtualStage
 from wsbatch_bench.sweep.study import Scenario, StudyRow, draw_study, run_study, studies, study_table
 

@@ -7,6 +7,7 @@ from math import isfinite
 from pathlib import Path
 
 from wsbatch.cli.parsing import Commands, add_parser, say_error
+from wsbatch.model.simulated import DEFAULT_COSTS
 from wsbatch_bench.cli.flags import JOBS, WORKLOAD_HELP, add_workload, read_trace, read_warmups
 from wsbatch_bench.load.specs import DEFAULT_OUTPUTS, DEFAULT_PROMPTS
 from wsbatch_bench.numbers import RATE, Number, numbers
@@ -15,7 +16,6 @@ from wsbatch_bench.sweep.choose import choice_lines, choose
 from wsbatch_bench.sweep.grid import FRACTIONS, Results, Sweep, grid, run_cells
 from wsbatch_bench.sweep.setting import (
     BATCH_SIZES,
-    DEFAULT_COSTS,
     Costs,
     Setting,
     costs_json,

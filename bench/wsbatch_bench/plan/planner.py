@@ -65,15 +65,15 @@ class Planner:
     def most(self) -> float:
         """Requests a second that no replica can exceed: every step full, prompts in as few steps as there may be."""
         costs, size = self.costs[self.setting.scheduler], self.setting.max_batch_size
-        each_s = (self.workload.outputs.mean - 1) * (costs.tau_s / size + costs.alpha_s)
-        return 1 / (each_s + self.workload.prompts.mean * costs.beta_s)
+        token_s = costs.step_s(decode_rows=size, prefill_tokens=0) / size
+        return 1 / ((self.workload.outputs.mean - 1) * token_s + self.workload.prompts.mean * costs.beta_s)
 
     @property
     def span_s(self) -> float:
         """How long the longest of 100 outputs takes in full steps: a pool needs that to forget how it began."""
         costs, config = self.costs[self.setting.scheduler], self.setting.config(model="simulated")
         chunk = config.prefill_chunk_tokens if self.setting.scheduler == "continuous" else 0
-        step_s = costs.step_s(decode_rows=self.setting.max_batch_size, prompt_tokens=chunk)
+        step_s = costs.step_s(decode_rows=self.setting.max_batch_size, prefill_tokens=chunk)
         return self.workload.outputs.quantile(_TAIL) * step_s
 
     def routers(self, rate: float) -> int:

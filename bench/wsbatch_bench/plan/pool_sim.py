@@ -18,11 +18,12 @@ from itertools import count
 from math import inf
 
 from wsbatch.batching.accounting import Ledger
+from wsbatch.batching.costs import CostModel
 from wsbatch.batching.scheduler import Idle, Step, WaitUntil
 from wsbatch.config import EngineConfig, PoolConfig
 from wsbatch.engine.open import make_scheduler
 from wsbatch.messages import GenerateRequest, SamplingParams
-from wsbatch.model.simulated import SimulatedModel, StepCosts
+from wsbatch.model.simulated import SimulatedModel
 from wsbatch.pool.placing import choose, estimated_tokens
 from wsbatch.steps import PagedStep, StepPlan, StepResult
 from wsbatch_bench.load.generator import STOPPED, LoadPlan, LoadRun
@@ -48,7 +49,7 @@ class EventReplica:
     def __init__(
         self,
         config: EngineConfig,
-        costs: StepCosts,
+        costs: CostModel,
         *,
         schedule: Callable[[float, Callable[[float], None]], None],
         ended: Callable[[Record, float], None],
@@ -141,7 +142,7 @@ class _Router:
 class _Simulation:
     """One run of a plan."""
 
-    def __init__(self, config: EngineConfig, costs: StepCosts, plan: LoadPlan, *, replicas: int, routers: int) -> None:
+    def __init__(self, config: EngineConfig, costs: CostModel, plan: LoadPlan, *, replicas: int, routers: int) -> None:
         self.load = LoadRun(plan)
         self._plan = plan
         self._events: list[tuple[float, int, Callable[[float], None]]] = []

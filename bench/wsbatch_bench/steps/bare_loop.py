@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from math import nan
 from typing import Any, Protocol
 
-from wsbatch.batching.costs import StepCost
+from wsbatch.batching.costs import CostModel, StepCost
 from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Decision, Scheduler, Step, StepOutcome
 from wsbatch.config import EngineConfig
 from wsbatch.messages import DEFAULT_PRIORITY, SamplingParams
-from wsbatch.model.simulated import SimulatedModel, StepCosts
+from wsbatch.model.simulated import SimulatedModel
 from wsbatch.steps import PaddedDecode, PaddedStart, PagedStep, StepPlan, StepResult
 
 Clock = Callable[[], float]
@@ -228,7 +228,7 @@ class BareModel:
     description: str
 
 
-def load_bare(config: EngineConfig, *, costs: StepCosts) -> BareModel:
+def load_bare(config: EngineConfig, *, costs: CostModel) -> BareModel:
     """Load the model that the configuration names, for its scheduler. `costs` are the simulated model's.
 
     Raises what loading raises: OSError or ValueError, naming the model.

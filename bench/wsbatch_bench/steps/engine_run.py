@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 
 import trio
 
+from wsbatch.batching.costs import CostModel
 from wsbatch.config import EngineConfig
 from wsbatch.engine.loop import BatchEngine
 from wsbatch.engine.open import open_engine
 from wsbatch.engine.stream import Stream
 from wsbatch.messages import GenerateRequest, SamplingParams, Tokens
-from wsbatch.model.simulated import StepCosts
 from wsbatch.testing import open_virtual_engine
 from wsbatch_bench.load.server import parse_totals
 from wsbatch_bench.steps.bare_loop import LoopRequest
@@ -36,7 +36,7 @@ class EngineRun:
 
 
 def run_engine(
-    config: EngineConfig, requests: Sequence[LoopRequest], *, costs: StepCosts, runs: int = 1
+    config: EngineConfig, requests: Sequence[LoopRequest], *, costs: CostModel, runs: int = 1
 ) -> list[EngineRun]:
     """Submit all requests at once and read every stream to its end; `runs` times on one engine.
 

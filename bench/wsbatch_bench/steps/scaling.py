@@ -9,8 +9,8 @@ from statistics import fmean, median
 
 import numpy as np
 
+from wsbatch.batching.costs import CostModel
 from wsbatch.batching.scheduler import Scheduler
-from wsbatch.model.simulated import StepCosts
 from wsbatch_bench.quantiles import Interval, observed_quantile
 from wsbatch_bench.steps.bare_loop import Clock, LoopRequest, LoopRun, Runs, run_loop
 
@@ -44,15 +44,13 @@ class StepFit:
     rms_error: float
 
     @property
-    def costs(self) -> StepCosts:
-        """For the simulated model; what noise made negative is 0."""
-        return StepCosts(
-            tau_s=max(0.0, self.tau_s.value), alpha_s=max(0.0, self.alpha_s.value), beta_s=max(0.0, self.beta_s.value)
-        )
+    def costs(self) -> CostModel:
+        """The fitted costs; what noise made negative is 0."""
+        return _costs(self.tau_s.value, self.alpha_s.value, self.beta_s.value)
 
-    def step_s(self, decode_rows: int, prompt_tokens: int = 0) -> float:
-        """The line."""
-        return self.tau_s.value + self.alpha_s.value * decode_rows + self.beta_s.value * prompt_tokens
+    def decode_s(self, rows: int) -> float:
+        """Seconds of a step in which so many rows decode, by the fitted costs."""
+        return self.costs.step_s(decode_rows=rows, prefill_tokens=0)
 
 
 def fit_steps(samples: Sequence[StepSample], *, seed: int = 0) -> StepFit:
@@ -79,11 +77,16 @@ def fit_steps(samples: Sequence[StepSample], *, seed: int = 0) -> StepFit:
         )
         for index in range(3)
     )
+    costs = _costs(*fitted)
     errors = [
-        (fitted[0] + fitted[1] * each.decode_rows + fitted[2] * each.prompt_tokens) / each.seconds - 1
+        costs.step_s(decode_rows=each.decode_rows, prefill_tokens=each.prompt_tokens) / each.seconds - 1
         for each in samples
     ]
     return StepFit(tau_s, alpha_s, beta_s, rms_error=sqrt(fmean(error * error for error in errors)))
+
+
+def _costs(tau_s: float, alpha_s: float, beta_s: float) -> CostModel:
+    return CostModel(tau_s=max(0.0, tau_s), alpha_s=max(0.0, alpha_s), beta_s=max(0.0, beta_s))
 
 
 def _solve(samples: Sequence[StepSample]) -> list[float]:
@@ -212,7 +215,7 @@ def draw_scaling(scaling: Scaling, paths: Sequence[Path], *, efficiency: float, 
     fit = scaling.fit
     steps.plot(sizes, [1000 * p.step_s for p in scaling.points], "o-", color=_MEASURED, label="measured, median")
     steps.plot(
-        sizes, [1000 * fit.step_s(size) for size in sizes], "--", color=_FITTED,
+        sizes, [1000 * fit.decode_s(size) for size in sizes], "--", color=_FITTED,
         label=f"τ + αb: τ = {1000 * fit.tau_s.value:.1f} ms, α = {1000 * fit.alpha_s.value:.2f} ms",
     )  # fmt: skip
     steps.set_ylabel("decode step, ms")

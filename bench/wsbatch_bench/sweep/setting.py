@@ -1,12 +1,12 @@
 """One way to run the server, which a sweep varies and `choose` picks from; and the step costs of a simulated model."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from wsbatch.batching.costs import CostModel
 from wsbatch.config import EngineConfig
-from wsbatch.model.simulated import StepCosts
 from wsbatch_bench.load.specs import Kinds, parse_spec
 from wsbatch_bench.numbers import MILLISECONDS, Number
 
@@ -25,8 +25,6 @@ _MEASURING: dict[str, Any] = {
     "prefix_cache": False,
     "step_stall_s": 3600.0,
 }
-
-DEFAULT_COSTS = StepCosts(tau_s=0.010, alpha_s=0.001, beta_s=0.0005)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +126,11 @@ def _flags(values: dict[str, Any]) -> list[str]:
     return flags
 
 
-Costs = dict[str, StepCosts]
+Costs = dict[str, CostModel]
 """By scheduler: each runs a model of its own, with its own costs."""
 
 
-def same_for_both(costs: StepCosts) -> Costs:
+def same_for_both(costs: CostModel) -> Costs:
     """One model under both schedulers: what differs is then the scheduling alone."""
     return {"dynamic": costs, "continuous": costs}
 
@@ -148,7 +146,7 @@ def parse_costs(text: str) -> Costs:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{text}: not a file of step costs ({type(error).__name__}: {error})") from None
     _, values = parse_spec(f"costs:{text}", _COSTS, what="costs")
-    return same_for_both(_some_cost(StepCosts(**{f"{name[:-3]}_s": value / 1000 for name, value in values.items()})))
+    return same_for_both(_some_cost(CostModel(**{f"{name[:-3]}_s": value / 1000 for name, value in values.items()})))
 
 
 def parse_costs_json(fits: dict[str, dict[str, float]]) -> Costs:
@@ -157,12 +155,12 @@ def parse_costs_json(fits: dict[str, dict[str, float]]) -> Costs:
     Raises ValueError for a number out of bounds; KeyError, TypeError or AttributeError for what are no fits.
     """
     return {
-        name: _some_cost(StepCosts(**{key: _SECONDS.check(f"{name}.{key}", fit[key]) for key in StepCosts.__slots__}))
+        name: _some_cost(CostModel(**{key: _SECONDS.check(f"{name}.{key}", fit[key]) for key in CostModel.__slots__}))
         for name, fit in fits.items()
     }
 
 
-def _some_cost(costs: StepCosts) -> StepCosts:
+def _some_cost(costs: CostModel) -> CostModel:
     # Where a decode step takes no time, an answer has no time per token, and a server no capacity.
     if costs.tau_s + costs.alpha_s == 0:
         raise ValueError("costs: tau_ms and alpha_ms are 0: a decode step must take some time")
@@ -171,4 +169,4 @@ def _some_cost(costs: StepCosts) -> StepCosts:
 
 def costs_json(costs: Costs) -> dict[str, Any]:
     """As plain data, as `parse_costs` reads it from a file."""
-    return {name: {key: getattr(each, key) for key in StepCosts.__slots__} for name, each in costs.items()}
+    return {name: asdict(each) for name, each in costs.items()}

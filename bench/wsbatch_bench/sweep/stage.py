@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeVar
 import trio
 from trio.testing import MockClock
 
+from wsbatch.batching.costs import CostModel
 from wsbatch.client import Client, connect, open_client
 from wsbatch.config import EngineConfig, ServerConfig
-from wsbatch.model.simulated import StepCosts
 from wsbatch.server.serve import Server
 from wsbatch.testing import MemoryListener, VirtualWorker, open_virtual_engine
 from wsbatch_bench.load.generator import LoadPlan, LoadRun, run_load
@@ -97,7 +97,7 @@ def serve_command(model: str, setting: Setting, flags: Sequence[str] = ()) -> st
 
 @asynccontextmanager
 async def open_virtual_target(
-    config: EngineConfig, costs: StepCosts, *, connections: int = 1
+    config: EngineConfig, costs: CostModel, *, connections: int = 1
 ) -> AsyncIterator[tuple[WebSocketTarget, VirtualWorker]]:
     """A server over a simulated model, ready for load; so many connections are open, more follow on demand.
 
