@@ -60,7 +60,7 @@ async def cluster(
             yield group
             assert group.pool._routes == {}
             assert group.pool._held == {}
-            assert len(group.pool._timers._deadlines) == 0
+            assert len(group.pool._deadlines) == 0
             assert sum(group.where().values()) == 0
         nursery.cancel_scope.cancel()
 

@@ -154,7 +154,7 @@ async def test_stop_strings_and_logprobs_survive(autojump_clock: MockClock, stre
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(reader.read)
                 (route,) = group.pool._routes.values()
-                await until(lambda: len(route._output.token_ids) >= kill_after or not reader.stream.live)  # noqa: B023
+                await until(lambda: len(route.answer.token_ids) >= kill_after or not reader.stream.live)  # noqa: B023
                 for name, live in group.where().items():
                     if live:
                         group[name].kill()
@@ -194,6 +194,24 @@ async def test_with_all_replicas_lost_accepted_requests_wait_and_new_ones_are_re
         assert len(group.pool._held) == 4
         await trio.sleep(10)
         await group.start("b")
+        for reader in readers:
+            (await reader.read()).check_undisturbed()
+
+
+async def test_streams_that_a_full_replica_refuses_wait_for_longer_than_it_may_be_silent(
+    autojump_clock: MockClock,
+) -> None:
+    engine = replace(ENGINE, max_batch_size=2, max_queue_requests=1)
+    async with cluster(2, engine=engine, accept_timeout_s=1.0, request_stall_s=60.0) as group:
+        readers = []
+        for _ in range(5):
+            readers.append(await submit(group.pool, request(tokens=800)))
+            await trio.sleep(0.1)
+        assert group.where() == {"a": 3, "b": 2}
+        await trio.sleep(0.3)
+        group["a"].kill()  # before "b" says how full it is, it is sent three, and takes one
+        await trio.sleep(0.1)
+        assert len(group.pool._held) == 2
         for reader in readers:
             (await reader.read()).check_undisturbed()
 
@@ -288,7 +306,9 @@ async def test_other_weights_do_not_go_on_with_a_stream(autojump_clock: MockCloc
                 nursery.start_soon(reader.read)
             await trio.sleep(0.3)
             group["b"].stall_s = 0.0
-            running = [route for route in group.pool._routes.values() if route.kind == ("simulated-1", "float32")]
+            running = [
+                route for route in group.pool._routes.values() if route.search.kind == ("simulated-1", "float32")
+            ]
             assert len(running) == 4
             group["a"].kill()
         failed = [reader for reader in readers + waiting if isinstance(reader.end, Failed)]
@@ -359,7 +379,7 @@ async def test_a_cancelled_stream_ends_with_the_text_that_was_held_back(autojump
     async with cluster(2) as group:
         reader = await submit(group.pool, request(sampling=sampling))
         (route,) = group.pool._routes.values()
-        await until(lambda: len(route._output.token_ids) == 23)
+        await until(lambda: len(route.answer.token_ids) == 23)
         reader.stream.cancel()
         await reader.read()
         assert isinstance(reader.end, Finished)

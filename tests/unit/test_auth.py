@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from wsbatch.auth import clean_origin, without_secrets
 from wsbatch.config import ServerConfig
-from wsbatch.pool.opening import _by_name
+from wsbatch.pool.open import _by_name
 
 
 def test_a_token_is_stripped_and_never_shown() -> None:

@@ -93,19 +93,16 @@ class LiveRequest:
             self.reason = "stop"
         whole = not self.request.stream
         company = report or _NO_COMPANY
-        arrived_s = self.work.arrived_s
-        started_s = self.started_s if self.started_s is not None else now_s
-        first_s = self._first_token_s
         return Finished(
             self.request.id,
             self.reason,
             text,
             Usage(self._prompt_tokens, len(self.output.token_ids), company.cached_tokens),
-            Timing(
-                queue_ms=_ms(started_s - arrived_s),
-                prefill_ms=_ms(first_s - started_s) if first_s is not None else 0.0,
-                ttft_ms=_ms(first_s - arrived_s) if first_s is not None else 0.0,
-                total_ms=_ms(now_s - arrived_s),
+            timing(
+                arrived_s=self.work.arrived_s,
+                started_s=self.started_s,
+                first_token_s=self._first_token_s,
+                ended_s=now_s,
                 batch_wait_ms=_ms(self.batch_wait_s),
             ),
             BatchReport(
@@ -118,6 +115,21 @@ class LiveRequest:
             tuple(self.output.token_ids) if whole else None,
             self.output.logprobs,
         )
+
+
+def timing(
+    *, arrived_s: float, started_s: float | None, first_token_s: float | None, ended_s: float, batch_wait_ms: float
+) -> Timing:
+    """A request's times from readings of one clock; one that never started has waited in the queue to its end."""
+    if started_s is None:
+        started_s = ended_s
+    return Timing(
+        queue_ms=_ms(started_s - arrived_s),
+        prefill_ms=_ms(first_token_s - started_s) if first_token_s is not None else 0.0,
+        ttft_ms=_ms(first_token_s - arrived_s) if first_token_s is not None else 0.0,
+        total_ms=_ms(ended_s - arrived_s),
+        batch_wait_ms=batch_wait_ms,
+    )
 
 
 def _ms(seconds: float) -> float:

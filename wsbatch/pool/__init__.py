@@ -9,7 +9,7 @@ docs/replicas.md.
 
 from wsbatch.config import PoolConfig
 from wsbatch.pool.engine_pool import EnginePool
-from wsbatch.pool.opening import open_pool
+from wsbatch.pool.open import open_pool
 from wsbatch.pool.replica import Replica
 from wsbatch.pool.upkeep import Dial
 

@@ -8,54 +8,53 @@ from dataclasses import replace
 import trio
 
 from wsbatch.batching.fairness import NOBODY, Client
-from wsbatch.client.errors import ProtocolError
 from wsbatch.config import PoolConfig
+from wsbatch.engine.deadlines import Deadlines
 from wsbatch.engine.interface import EngineState
 from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.engine.stream import Stream
 from wsbatch.engine.watch import BatchRecorder, Watcher
-from wsbatch.errors import Draining, QueueFull, RequestError
-from wsbatch.messages import DEFAULT_PRIORITY, Failed, Finished, GenerateRequest, Hello, Status
+from wsbatch.errors import Draining, RequestError
+from wsbatch.messages import DEFAULT_PRIORITY, Failed, Finished, GenerateRequest, Status
 from wsbatch.pool.loop_clock import LoopClock
 from wsbatch.pool.metrics import PoolMetrics
-from wsbatch.pool.placement import Placement
-from wsbatch.pool.replica import Kind, Replica
+from wsbatch.pool.replica import Replica
+from wsbatch.pool.replicas import Replicas
 from wsbatch.pool.route import Route
-from wsbatch.pool.timers import Timers
-from wsbatch.pool.upkeep import Dial, Upkeep
+from wsbatch.pool.upkeep import Dial
 from wsbatch.steps import ModelInfo
 
 _SEED_BITS = 53
 _LAST_ANSWERS_S = 1.5
-# The router leaves ids to its replicas, which know the vocabulary.
-_ANY_TOKEN_ID = 2**31
 
 
 class EnginePool:
-    """Implements `Engine` over replicas. Run `run` in a task; `open_pool` does."""
+    """Implements `Engine` over replicas. Run `run` in a task; `open_pool` does.
+
+    Attributes:
+        config: the bounds.
+        clock: silences are measured on it.
+        replicas: by name.
+    """
 
     def __init__(self, config: PoolConfig | None = None) -> None:
         self.metrics = EngineMetrics()
-        self.replicas: dict[str, Replica] = {}
         self.config = config or PoolConfig()
         self.clock = LoopClock()
-        self._upkeeps: dict[Replica, Upkeep] = {}
-        self._hello: Hello | None = None  # of the kind that has been here the longest
-        self._first = trio.Event()
-        self._nursery: trio.Nursery | None = None
+        self.replicas = Replicas(self.config, clock=self.clock, on_change=self._dispatch_held)
         self._routes: dict[int, Route] = {}
         self._held: dict[int, Route] = {}
-        self._placement = Placement(self.config)
         self._last_key = 0
         self._draining = False
         self._ended = trio.lowlevel.ParkingLot()  # who waits for requests to end, here or on a replica
-        self._timers = Timers(self._wake)
+        self._deadlines = Deadlines()
+        self._sooner = trio.Event()  # set when one is due before all others
         self._recorder = BatchRecorder("pool", 0, now_s=trio.current_time())
         self.metrics.watch(lambda: self._count()[1], lambda: self._count()[0], lambda: None)
         self._pool_metrics = PoolMetrics(
             self.metrics.registry,
-            ready=lambda: len(self._ready()),
-            ejected=lambda: sum(replica.health.ejected for replica in self._ready()),
+            ready=lambda: len(self.replicas.ready),
+            ejected=lambda: sum(replica.health.ejected for replica in self.replicas.ready),
         )
 
     def __repr__(self) -> str:
@@ -63,13 +62,8 @@ class EnginePool:
 
     @property
     def info(self) -> ModelInfo:
-        """Of the replicas; of several revisions, the one that was here first. The length is what the largest of them
-        takes. Ids are checked by the replicas."""
-        assert self._hello is not None, "wait_ready first"
-        hello = self._hello
-        limits = [replica.limits for replica in self._ready() if replica.limits is not None] or [hello.limits]
-        length = max(limit.max_model_len for limit in limits)
-        return ModelInfo(hello.model, hello.revision, hello.dtype, "replicas", length, _ANY_TOKEN_ID, frozenset())
+        """Of the replicas."""
+        return self.replicas.info
 
     @property
     def state(self) -> EngineState:
@@ -78,33 +72,24 @@ class EnginePool:
 
     def add(self, name: str, dial: Dial) -> Replica:
         """Take a replica in; it is used from when it is ready on. Raises ValueError for a name that is taken."""
-        if name in self.replicas:
-            raise ValueError(f"replica {name!r} is there already")
-        replica = self.replicas[name] = Replica(
-            name, self.config, clock=self.clock, on_change=self._changed, on_lost=self._placement.forget
-        )
-        upkeep = self._upkeeps[replica] = Upkeep(replica, dial, self.config, clock=self.clock, admit=self._admit)
-        if self._nursery is not None:
-            self._nursery.start_soon(upkeep.run)
-        return replica
+        return self.replicas.add(name, dial)
 
     async def remove(self, name: str, grace_s: float = 0.0) -> None:
         """Send nothing more to this replica, wait for what is on it, at most `grace_s`, and let go of it.
 
         What is still on it then goes on elsewhere, or ends with `shutdown` where no other replica may go on with it.
         """
-        replica = self.replicas.pop(name)
+        replica = self.replicas.withdraw(name)
         await self._wait_ended(grace_s, lambda: replica.live)
         for route in list(self._routes.values()):
             if route.attempt is not None and route.attempt.replica is replica:
                 route.vacate()
         await self._wait_ended(_LAST_ANSWERS_S, lambda: replica.live)
-        replica.scope.cancel()
-        del self._upkeeps[replica]
+        self.replicas.let_go(replica)
 
     async def wait_ready(self) -> None:
         """Wait for the first replica to answer."""
-        await self._first.wait()
+        await self.replicas.found.wait()
 
     async def wait_dead(self) -> RequestError:
         """For ever: a pool does not die."""
@@ -120,14 +105,7 @@ class EnginePool:
         """Why any request made now would be refused; None if one may be let in."""
         if self._draining:
             return Draining("the router is shutting down", retry_after_ms=1000)
-        ready = self._ready()
-        retries = [replica.retry_after_ms for replica in ready]
-        if None in retries:
-            return None
-        full = min((retry for retry in retries if retry is not None), default=None)
-        if full is None:
-            return QueueFull("no replica is there", retry_after_ms=1000)
-        return QueueFull(f"all {len(ready)} replicas are full", retry_after_ms=full)
+        return self.replicas.refusal()
 
     def turn_away(self, client: Client = NOBODY, priority: int = DEFAULT_PRIORITY) -> RequestError | None:
         """See `Engine.turn_away`. Classes, and who is expected when, are the replicas' matter."""
@@ -135,7 +113,7 @@ class EnginePool:
 
     def status(self) -> Status:
         """The replicas' work, in sum; the longest wait and step of any."""
-        known = [replica.status for replica in self._ready() if replica.status is not None]
+        known = [replica.status for replica in self.replicas.ready if replica.status is not None]
         refusal = self.refusal()
         return Status(
             state=self.state,
@@ -170,15 +148,16 @@ class EnginePool:
         route = self._routes[self._last_key] = Route(self, self._last_key, request, on_event=on_event)
         try:
             route.dispatch()
-            await route.decided.wait()
+            await route.answer.decided.wait()
         except BaseException:
             route.drop()
             raise
-        if route.refusal is not None:
-            raise route.refusal
-        assert route.stream.accepted is not None
-        self.metrics.prompt_tokens.inc(route.stream.accepted.prompt_tokens)
-        return route.stream
+        if route.answer.refusal is not None:
+            raise route.answer.refusal
+        stream = route.answer.stream
+        assert stream.accepted is not None
+        self.metrics.prompt_tokens.inc(stream.accepted.prompt_tokens)
+        return stream
 
     def watch(self, on_change: Callable[[], None]) -> Watcher:
         """See `Engine.watch`: only the counts of requests; the steps are the replicas'."""
@@ -207,84 +186,61 @@ class EnginePool:
     async def run(self) -> None:
         """Keep up the connections to the replicas until cancelled; then what is live ends with `shutdown`."""
         try:
-            async with trio.open_nursery() as self._nursery:
-                self._nursery.start_soon(self.clock.run)
-                for upkeep in self._upkeeps.values():
-                    self._nursery.start_soon(upkeep.run)
-                await self._timers.run()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.clock.run)
+                nursery.start_soon(self.replicas.run)
+                await self._wake_routes()
         finally:
-            self._nursery = None
             self._end_all()
 
     # What routes need.
 
-    def place(self, route: Route) -> Replica | None:
-        """See `interface.Pool`."""
-        chosen = self._placement.place(route, self._ready())
-        # The next one looks at the others first, where all have the same to do.
-        if chosen is not None and self.replicas.get(chosen.name) is chosen:
-            self.replicas[chosen.name] = self.replicas.pop(chosen.name)
-        return chosen
-
-    def fits_elsewhere(self, route: Route) -> bool:
-        """See `interface.Pool`."""
-        return self._placement.fits_elsewhere(route, self._ready())
-
-    def has(self, kind: Kind) -> bool:
-        """See `interface.Pool`."""
-        return "" not in kind and any(replica.kind == kind for replica in self.replicas.values())
-
     def hold(self, route: Route) -> None:
-        """See `interface.Pool`."""
+        """None can take it: `dispatch` it again when that has changed, but not before its `not_before_s`."""
         self._held[route.key] = route
 
     def wake_at(self, route: Route, at_s: float) -> None:
-        """See `interface.Pool`."""
-        self._timers.set(route.key, at_s)
+        """Call its `wake` then, and not when it asked for before."""
+        if at_s < self._deadlines.next_s:
+            self._sooner.set()
+        self._deadlines.set(route.key, at_s)
 
     def moved(self, route: Route) -> None:
-        """See `interface.Pool`."""
-        (self._pool_metrics.moved if route.kind is None else self._pool_metrics.resumed).inc()
+        """It goes to another replica because of what happened on the one before."""
+        (self._pool_metrics.moved if route.search.kind is None else self._pool_metrics.resumed).inc()
         self._ended.unpark_all()
 
     def ended(self, route: Route) -> None:
-        """See `interface.Pool`."""
+        """It has its terminal event, or was refused, or nobody wants it."""
         self._held.pop(route.key, None)
-        self._timers.drop(route.key)
+        self._deadlines.drop(route.key)
         if self._routes.pop(route.key, None) is None:
             return
-        terminal = route.stream.terminal
+        terminal = route.answer.stream.terminal
         if isinstance(terminal, Finished):
             self.metrics.observe_finished(terminal)
         elif isinstance(terminal, Failed):
             self.metrics.count_refused(terminal.code)
-        elif route.refusal is not None:
-            self.metrics.count_refused(route.refusal.code)
+        elif route.answer.refusal is not None:
+            self.metrics.count_refused(route.answer.refusal.code)
         self._ended.unpark_all()
         self._tell_watchers()
 
-    def _wake(self, key: int) -> None:
-        if (route := self._routes.get(key)) is not None:
-            route.wake()
+    async def _wake_routes(self) -> None:
+        """Wake each in time, until cancelled."""
+        while True:
+            for key in self._deadlines.due(trio.current_time()):
+                if (route := self._routes.get(key)) is not None:
+                    route.wake()
+            self._sooner = trio.Event()
+            with trio.move_on_at(self._deadlines.next_s):
+                await self._sooner.wait()
 
-    def _admit(self, hello: Hello) -> None:
-        """One pool, one model: of several revisions, perhaps, while they are being replaced."""
-        if self._hello is not None and hello.model != self._hello.model:
-            raise ProtocolError(f"it serves {hello.model!r}, the others {self._hello.model!r}")
-
-    def _changed(self, replica: Replica) -> None:
-        """It is ready, or has said how much work it has."""
-        if replica.state == "ready":
-            assert replica.hello is not None
-            if self._hello is not None and replica.hello.model != self._hello.model:  # connected at the same time
-                replica.lose(f"it serves {replica.hello.model!r}, the others {self._hello.model!r}")
-                return
-            if self._hello is None or not self.has((self._hello.revision, self._hello.dtype)):
-                self._hello = replica.hello
-            self._first.set()
+    def _dispatch_held(self) -> None:
+        """A replica is ready, or has said how much work it has: what was held may have a place there."""
         now_s = trio.current_time()
         for route in sorted(self._held.values(), key=lambda route: (route.request.priority, route.key)):
-            if route.kind is not None and not self.has(route.kind):
+            if route.search.kind is not None and not self.replicas.has(route.search.kind):
                 route.give_up()
             elif now_s >= route.not_before_s:
                 self._held.pop(route.key, None)
@@ -295,9 +251,6 @@ class EnginePool:
         """Every request has its terminal event with this, without a word from the replicas."""
         for route in list(self._routes.values()):
             route.end_now("shutdown")
-
-    def _ready(self) -> list[Replica]:
-        return [replica for replica in self.replicas.values() if replica.state == "ready"]
 
     def _tell_watchers(self) -> None:
         waiting, running = self._count()

@@ -2,18 +2,20 @@
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import trio
 
 from wsbatch.client import Client
 from wsbatch.client.errors import printable
-from wsbatch.client.stream import Sink
 from wsbatch.config import PoolConfig
 from wsbatch.errors import ConnectionLost, QueueFull, WsbatchError
 from wsbatch.messages import Hello, Limits, Status
 from wsbatch.pool.loop_clock import LoopClock
 from wsbatch.pool.outlier import Outlier
+
+if TYPE_CHECKING:
+    from wsbatch.pool.attempt import Attempt
 
 _logger = logging.getLogger("wsbatch.pool")
 
@@ -35,28 +37,6 @@ class Blame:
             self._confirmed = True
             if self._replica.health.failed(trio.current_time()):
                 self._replica.tell("gets no requests for a while: it fails what others do")
-
-
-class Attempt(Sink, Protocol):
-    """One request on one replica."""
-
-    @property
-    def accepted(self) -> bool:
-        """Whether the replica has accepted it."""
-        ...
-
-    @property
-    def tokens_left(self) -> int:
-        """Tokens that it may still generate."""
-        ...
-
-    def lost(self, why: str, blame: Blame | None, *, with_replica: bool) -> None:
-        """What it was on is gone: the replica, or a connection to it alone. No blame: others are the likelier cause."""
-        ...
-
-    def broken(self, why: str) -> None:
-        """The replica broke the protocol on it."""
-        ...
 
 
 class Replica:
@@ -159,7 +139,7 @@ class Replica:
         """Of what it is, or was when it was there last; None where it never was."""
         return None if self.hello is None else (self.hello.revision, self.hello.dtype)
 
-    def begin(self, attempt: Attempt, *, tokens: int) -> None:
+    def begin(self, attempt: "Attempt", *, tokens: int) -> None:
         """Send a request. Raises QueueFull where every connection has as many requests as the replica allows,
         and what `Client.begin` raises."""
         client = self._free_client()
@@ -174,20 +154,20 @@ class Replica:
         """An attempt has had so many tokens."""
         self._own_tokens -= tokens
 
-    def done(self, attempt: Attempt) -> None:
+    def done(self, attempt: "Attempt") -> None:
         """The attempt has had its terminal frame."""
         self._drop(attempt)
 
-    def cancel(self, attempt: Attempt) -> None:
+    def cancel(self, attempt: "Attempt") -> None:
         """Ask for the attempt's end; its terminal frame is still delivered."""
         self._attempts[attempt].cancel(attempt.request.id)
 
-    def abandon(self, attempt: Attempt) -> None:
+    def abandon(self, attempt: "Attempt") -> None:
         """End the attempt; nothing more of it is delivered."""
         if (client := self._drop(attempt)) is not None:
             client.abandon(attempt.request.id)
 
-    def failed(self, attempt: Attempt, error: WsbatchError) -> None:
+    def failed(self, attempt: "Attempt", error: WsbatchError) -> None:
         """The attempt's connection has ended, or the server broke the protocol on it."""
         client = self._attempts.get(attempt)
         if client is not None and isinstance(error, ConnectionLost):
@@ -275,7 +255,7 @@ class Replica:
             self._told = what
             _logger.log(level, "replica %s %s", self.name, printable(what))
 
-    def _drop(self, attempt: Attempt) -> Client | None:
+    def _drop(self, attempt: "Attempt") -> Client | None:
         client = self._attempts.pop(attempt, None)
         if client is not None:
             self._own_tokens -= attempt.tokens_left

@@ -2,7 +2,7 @@
 
 The whole server in virtual time (`virtual`) spends most of a CPU's time on frames and tasks, which take no virtual time
 at all: they do not change when anything happens. Here only what decides is run: `wsbatch.batching` for each replica,
-`wsbatch.pool.placing` for each router, and the simulated model's step costs. One token costs about 6 µs of CPU.
+`wsbatch.pool.placement` for each router, and the simulated model's step costs. One token costs about 6 µs of CPU.
 
 A router knows of a replica what that one said last (`status_interval_ms`) and what the router itself sent there since;
 of what other routers sent it hears at the next question. Left out: the time of frames on the way, the CPU time of
@@ -24,7 +24,8 @@ from wsbatch.config import EngineConfig, PoolConfig
 from wsbatch.engine.open import make_scheduler
 from wsbatch.messages import GenerateRequest, SamplingParams
 from wsbatch.model.simulated import SimulatedModel
-from wsbatch.pool.placing import choose, estimated_tokens
+from wsbatch.pool.needs import estimated_tokens
+from wsbatch.pool.placement import choose
 from wsbatch.steps import PagedStep, StepPlan, StepResult
 from wsbatch_bench.load.generator import STOPPED, LoadPlan, LoadRun
 from wsbatch_bench.load.record import Record

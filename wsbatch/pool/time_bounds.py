@@ -1,4 +1,4 @@
-"""When a request of the pool must be looked at again, and what for: one timer for all of its bounds."""
+"""The bounds on one request's time: when the pool must look at it again, and what for."""
 
 from math import inf
 from typing import Literal, TypeAlias
@@ -18,7 +18,7 @@ _MOMENT_S = 0.001  # a rest of patience that is too small to be waited for
 Due: TypeAlias = Literal["end", "give up", "time out", "time out in the queue", "move"]
 
 
-class Deadlines:
+class TimeBounds:
     """The bounds of one request, on trio's clock; inf for those that it does not have, or not now.
 
     Attributes:
@@ -26,7 +26,6 @@ class Deadlines:
         queue_timeout_s: it must have begun.
         give_up_s: while no replica can take it: that has lasted too long.
         ending_by_s: its replica was asked to end it, and must have.
-        armed_s: the next look that the pool was asked for.
     """
 
     def __init__(self, request: GenerateRequest, config: PoolConfig, clock: LoopClock) -> None:
@@ -35,7 +34,7 @@ class Deadlines:
         self.queue_timeout_s = _after(now_s, request.queue_timeout_ms)
         self.give_up_s = inf
         self.ending_by_s = inf
-        self.armed_s = inf
+        self._looks_s = inf  # the next look that the pool was asked for
         self._config = config
         self._clock = clock
         self._silent_since_s: float | None = None  # on the patient clock; None while no replica has it
@@ -70,8 +69,9 @@ class Deadlines:
         self._silent_since_s = None
 
     def due(self, *, begun: bool) -> Due | None:
-        """What is to be done now. `begun`: a replica has begun it. To end it where its replica was asked to and has
-        not, and nothing else matters then; to move it where its replica has said too little of it for too long."""
+        """A look: what is to be done now. `begun`: a replica has begun it. To end it where its replica was asked to and
+        has not, and nothing else matters then; to move it where its replica has said too little of it for too long."""
+        self._looks_s = inf
         now_s = trio.current_time()
         if self.ending_by_s < inf:
             return "end" if now_s >= self.ending_by_s else None
@@ -87,11 +87,14 @@ class Deadlines:
             return "move"
         return None
 
-    @property
-    def next_s(self) -> float:
-        """When to look again."""
+    def sooner_s(self) -> float | None:
+        """When to look again, where that is sooner than what this said last; else None."""
         silent_s = inf if self._silent_since_s is None else trio.current_time() + max(0.0, self._patience_s)
-        return min(self.timeout_s, self.queue_timeout_s, self.give_up_s, self.ending_by_s, silent_s)
+        next_s = min(self.timeout_s, self.queue_timeout_s, self.give_up_s, self.ending_by_s, silent_s)
+        if next_s >= self._looks_s:
+            return None
+        self._looks_s = next_s
+        return next_s
 
     @property
     def _patience_s(self) -> float:

@@ -3,7 +3,9 @@
 import pytest
 
 from wsbatch.messages import ChatMessage, GenerateRequest, Limits, SamplingParams
-from wsbatch.pool.placing import PrefixTable, beginnings, choose, estimated_tokens, needs
+from wsbatch.pool.needs import estimated_tokens, needs
+from wsbatch.pool.placement import choose
+from wsbatch.pool.prefixes import PrefixTable, beginnings
 from wsbatch.pool.suspicion import INNOCENT_TOKENS, MISHAPS, Mishap, Suspicion
 
 
