@@ -143,3 +143,20 @@ async def test_from_start_to_end(serve: Callable[..., Serving]) -> None:
     assert {len(texts) for texts in answers.values()} == {1}
     assert len(set.union(*answers.values())) == len(_PROMPTS)
     assert "Traceback" not in serving.logged()
+
+
+async def test_what_lies_in_the_working_directory_does_not_run(
+    serve: Callable[..., Serving], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark, folder = tmp_path / "ran", tmp_path / "planted"
+    folder.mkdir()
+    for name in ("json", "trio", "msgpack", "wsbatch", "prometheus_client"):
+        (folder / f"{name}.py").write_text(f"open({str(mark)!r}, 'w').close()\nraise SystemExit(9)\n")
+    monkeypatch.chdir(folder)
+    serving = serve("--model", "simulated", "--replicas", "1", "--replica-cpus", "0.25", "--drain-s", "1")
+    with trio.fail_after(PATIENCE_S):
+        async with connect(await serving.listen()) as client:
+            assert (await client.complete("x", max_tokens=2)).finished.finish_reason == "length"
+        serving.process.send_signal(signal.SIGTERM)
+        await until(lambda: serving.process.poll() is not None)
+    assert not mark.exists()

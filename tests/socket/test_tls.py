@@ -17,6 +17,9 @@ AUTHORITY = trustme.CA()
 TRUST = ssl.create_default_context()
 AUTHORITY.configure_trust(TRUST)
 
+PATIENCE_S = 60  # for what must happen, never waited out in a run that passes
+LONG_S = 3600.0  # of a server's timeout that must not be what makes it happen
+
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
@@ -52,12 +55,12 @@ async def test_probes_answer_over_tls(files: dict[str, str]) -> None:
 
 
 async def test_a_client_that_speaks_no_tls_ends_itself_only(files: dict[str, str]) -> None:
-    async with serving(ServerConfig(port=0, **files), interval_s=0.001) as served:
+    async with serving(ServerConfig(port=0, head_timeout_s=LONG_S, **files), interval_s=0.001) as served:
         for nonsense in (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"\x16\x03\x01" + b"\xff" * 50, b""):
             stream = await served.tcp()
             await stream.send_all(nonsense)
             await stream.send_eof()
-            with trio.fail_after(5):
+            with trio.fail_after(PATIENCE_S):
                 try:
                     while await stream.receive_some():
                         pass
@@ -69,7 +72,7 @@ async def test_a_client_that_speaks_no_tls_ends_itself_only(files: dict[str, str
 async def test_a_handshake_that_stalls_is_dropped(files: dict[str, str]) -> None:
     async with serving(ServerConfig(port=0, head_timeout_s=0.2, **files), interval_s=0.001) as served:
         stream = await served.tcp()
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE_S):
             assert await stream.receive_some() == b""
 
 
@@ -78,7 +81,7 @@ async def test_a_client_that_stops_reading_is_aborted(files: dict[str, str]) -> 
         client = BareClient(await served.tls(TRUST))
         await client.open()
         await client.send(GenerateRequest(id=1, prompt="x", sampling=SamplingParams(max_tokens=1_000_000)))
-        with trio.fail_after(30):
+        with trio.fail_after(PATIENCE_S):
             await served.engine.wait_live(1)
             stream = served.engine.live[0]
             while stream.live:
@@ -88,14 +91,15 @@ async def test_a_client_that_stops_reading_is_aborted(files: dict[str, str]) -> 
 
 
 async def test_a_reset_leaves_nothing_behind(files: dict[str, str]) -> None:
-    async with serving(ServerConfig(port=0, **files), interval_s=0.001) as served:
+    config = ServerConfig(port=0, ping_interval_s=LONG_S, send_timeout_s=LONG_S, **files)
+    async with serving(config, interval_s=0.001) as served:
         stream = await served.tls(TRUST)
         client = BareClient(stream)
         await client.open()
         await client.send(GenerateRequest(id=1, prompt="x", sampling=SamplingParams(max_tokens=1_000_000)))
         await served.engine.wait_live(1)
         await trio.aclose_forcefully(stream)
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE_S):
             await served.engine.wait_live(0)
 
 

@@ -14,6 +14,7 @@ from trio.testing import MemoryReceiveStream, MemorySendStream, MockClock, memor
 
 from wsbatch.client import Client, ProtocolError, Refused, TokenStream, open_client
 from wsbatch.client.dial import parse_url
+from wsbatch.client.progress import most_answer_bytes
 from wsbatch.client.request import build_request
 from wsbatch.errors import (
     BY_CODE,
@@ -432,6 +433,10 @@ async def send_garbage(peer: Peer) -> None:
     await peer.websocket.send_message(b"\xc1")
 
 
+async def send_too_much(peer: Peer) -> None:
+    await peer.websocket.send_message(b"\x90" * 2_000_000)
+
+
 async def refuse_and_close(peer: Peer) -> None:
     await peer.send(Failed(None, "bad_request", 400, "not msgpack"))
     peer.nursery.start_soon(peer.websocket.aclose, 1007)
@@ -443,6 +448,7 @@ async def refuse_and_close(peer: Peer) -> None:
         (cut, "broke"),
         (close_1001, "1001, drained"),
         (send_garbage, "cannot be read"),
+        (send_too_much, "a frame of 2000000 bytes"),
         (refuse_and_close, "1007.*not msgpack"),
     ],
 )
@@ -590,6 +596,28 @@ async def test_a_refused_upgrade(
         assert exc.retry_after_ms == retry_after_ms
     if isinstance(exc, Refused):
         assert exc.status == status
+
+
+async def test_a_refusal_without_end_is_not_read_to_its_end(peer: Peer, autojump_clock: MockClock) -> None:
+    async def refuse() -> None:
+        await peer.stream.receive_some()
+        with suppress(trio.BrokenResourceError):
+            await peer.stream.send_all(b"HTTP/1.1 503 full\r\n\r\n")
+            while True:
+                await peer.stream.send_all(b"x" * 1000)
+
+    peer.nursery.start_soon(refuse)
+    exc = await opening_error(peer)
+    assert type(exc) is ProtocolError
+    assert "more than 131072 bytes" in str(exc)
+
+
+@pytest.mark.parametrize("codec", [MSGPACK, JSON])
+def test_the_longest_answer_is_not_too_long(codec: Codec) -> None:
+    sampling = SamplingParams(max_tokens=100, logprobs=20)
+    logprobs = (-1.2345678901234567e-5, ((2**31 - 1, -1.2345678901234567e-5),) * 20)
+    whole = finished(1, text="\x00" * 1024 * 100, token_ids=(2**31 - 1,) * 100, logprobs=(logprobs,) * 100)
+    assert len(codec.encode_server(whole)) < most_answer_bytes(GenerateRequest(sampling=sampling))
 
 
 async def hang_up(peer: Peer) -> None:

@@ -13,8 +13,9 @@ from typing import Unpack
 import trio
 import trio_websocket
 
+from wsbatch.client.dial import MAX_ANSWER_BYTES
 from wsbatch.client.errors import ProtocolError, error_of
-from wsbatch.client.progress import Progress
+from wsbatch.client.progress import OTHER_FRAME_BYTES, Progress, most_answer_bytes, read_frame
 from wsbatch.client.request import GenerateParams, Prompt, build_request
 from wsbatch.client.stream import Completion, Jitter, Sink, TokenStream
 from wsbatch.client.watch import BatchWatch
@@ -77,6 +78,8 @@ class Client:
         self._lost: str | None = None
         self._refusal: RequestError | None = None  # what the server said of the connection as a whole
         self.heard_s = trio.current_time()
+        # Of a frame. Decoded it takes up to a hundred times as much, so it may be no larger than what was asked for.
+        self._most_bytes = OTHER_FRAME_BYTES
         # One task writes: a cancelled write leaves half a frame behind, so no task of the user's may do it.
         self._outgoing, self._unsent = trio.open_memory_channel[bytes | str](math.inf)
         self._closed = trio.Event()
@@ -124,6 +127,7 @@ class Client:
         if self._lost is not None:
             raise self._connection_lost()
         watch = self._watch = BatchWatch()
+        self._most_bytes = MAX_ANSWER_BYTES
         self._outgoing.send_nowait(self._codec.encode_client(Watch()))
         try:
             yield watch
@@ -175,6 +179,7 @@ class Client:
             # The server would close the connection over it, and with it every other stream.
             raise TooLarge(f"the request has {size} bytes, the server takes {most}")
         self._streams[stream.request.id] = stream, Progress(stream.request)
+        self._most_bytes = max(self._most_bytes, min(MAX_ANSWER_BYTES, most_answer_bytes(stream.request)))
         self._outgoing.send_nowait(data)
 
     def cancel(self, id: RequestId) -> None:
@@ -212,13 +217,15 @@ class Client:
             while True:
                 data = await self._websocket.get_message()
                 self.heard_s = trio.current_time()
-                message = self._codec.decode_server(data)
+                message = read_frame(self._codec, data, self._most_bytes)
                 if message is not None:
                     self._dispatch(message)
         except trio_websocket.ConnectionClosed as exc:
             self._lose(closing(exc), close_code=close_code(exc))
         except DecodeError as exc:
             self._lose(f"the server sent a frame that cannot be read: {exc}")
+        except ProtocolError as exc:
+            self._lose(str(exc))
 
     def _dispatch(self, message: ServerMessage) -> None:
         match message:
@@ -283,7 +290,7 @@ class Client:
 
 async def greeting(websocket: trio_websocket.WebSocketConnection, codec: Codec) -> Hello:
     try:
-        message = codec.decode_server(await websocket.get_message())
+        message = read_frame(codec, await websocket.get_message(), OTHER_FRAME_BYTES)
     except trio_websocket.ConnectionClosed as exc:
         raise ConnectionLost(closing(exc)) from None
     except DecodeError as exc:

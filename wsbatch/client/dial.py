@@ -15,6 +15,7 @@ from wsbatch.errors import ConnectionLost
 
 # Answers are larger than requests: a `finished` with `stream: false` and log probabilities is one message.
 MAX_ANSWER_BYTES = 64 * 2**20
+_MAX_UPGRADE_BYTES = 128 * 2**10  # its head, a refusal's body, or the first frames
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ async def upgrade(
 
     Raises the server's refusal, ConnectionLost or ProtocolError; the stream is then of no more use, but still open.
     """
+    bounded = _Bounded(stream)
     headers = [(b"Authorization", f"Bearer {auth_token}".encode())] if auth_token is not None else []
     reader = _Reader(nursery)
     websocket = None
@@ -86,7 +88,7 @@ async def upgrade(
         websocket = await trio_websocket.wrap_client_stream(
             # The library's annotations ask for more than it uses: start_soon of the one, any stream of the other.
             cast(trio.Nursery, reader),
-            cast(trio.SocketStream, stream),
+            cast(trio.SocketStream, bounded),
             host,
             target,
             subprotocols=[subprotocol],
@@ -97,11 +99,47 @@ async def upgrade(
         if isinstance(reader.error, trio_websocket.ConnectionRejected):
             rejected = reader.error
             raise refusal_of(rejected.status_code, rejected.headers, rejected.body)
+        if isinstance(reader.error, ProtocolError):
+            raise reader.error
         what = "the connection closed" if reader.error is None else f"{reader.error}"
         raise ConnectionLost(f"no answer to the WebSocket upgrade: {what}") from reader.error
+    bounded.lift()
     if websocket.subprotocol != subprotocol:
         raise ProtocolError(f"offered subprotocol {subprotocol}, the server chose {websocket.subprotocol}")
     return websocket
+
+
+class _Bounded(trio.abc.Stream):
+    """A stream of which only so much may be received, until that is lifted: the library bounds messages alone."""
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self._stream = stream
+        self._left: int | None = _MAX_UPGRADE_BYTES
+
+    def lift(self) -> None:
+        """From here on anything may come."""
+        self._left = None
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        """As of the stream. Raises ProtocolError where too much comes."""
+        data = await self._stream.receive_some(max_bytes)
+        if self._left is not None:
+            self._left -= len(data)
+            if self._left < 0:
+                raise ProtocolError(f"the answer to the WebSocket upgrade has more than {_MAX_UPGRADE_BYTES} bytes")
+        return data
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        """As of the stream."""
+        await self._stream.send_all(data)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        """As of the stream."""
+        await self._stream.wait_send_all_might_not_block()
+
+    async def aclose(self) -> None:
+        """As of the stream."""
+        await self._stream.aclose()
 
 
 class _Reader:

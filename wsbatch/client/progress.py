@@ -1,10 +1,35 @@
 """What a server may say next of one request: its frames are input like any other, and are checked like it."""
 
 from wsbatch.client.errors import ProtocolError
-from wsbatch.messages import Accepted, Event, Finished, GenerateRequest, Started, Tokens
+from wsbatch.messages import Accepted, Event, Finished, GenerateRequest, ServerMessage, Started, Tokens
+from wsbatch.wire import Codec
+
+OTHER_FRAME_BYTES = 2**20
+"""Of a frame that is no answer to a request, nor a snapshot of the batch, at most."""
 
 # No vocabulary has tokens that are longer on average.
 _MAX_CHARS_PER_TOKEN = 1024
+
+
+# On the wire, at most: a character may be an escape in JSON, and there every number is written out.
+_BYTES_PER_CHAR = 6
+_BYTES_PER_ID = 12
+_BYTES_PER_LOGPROB = 48
+
+
+def read_frame(codec: Codec, data: bytes | str, most_bytes: int) -> ServerMessage | None:
+    """`Codec.decode_server` of a frame that may be so large. Raises ProtocolError where it is larger, DecodeError."""
+    if len(data) > most_bytes:
+        raise ProtocolError(f"the server sent a frame of {len(data)} bytes, and what was asked for takes {most_bytes}")
+    return codec.decode_server(data)
+
+
+def most_answer_bytes(request: GenerateRequest) -> int:
+    """What the largest frame about this request may take: the whole answer in one."""
+    sampling = request.sampling
+    logprobs = 0 if sampling.logprobs is None else sampling.logprobs + 1
+    per_token = _BYTES_PER_CHAR * _MAX_CHARS_PER_TOKEN + _BYTES_PER_ID + _BYTES_PER_LOGPROB * logprobs
+    return per_token * (sampling.most_tokens + 1)
 
 
 class Progress:

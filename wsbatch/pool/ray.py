@@ -249,7 +249,15 @@ def _init(ray: Any, address: str) -> bool:
     """Connect this process to Ray; False where it was connected before: then it stays so afterwards, too."""
     if ray.is_initialized():
         return False
-    options: dict[str, Any] = {"address": address, "log_to_driver": False, "configure_logging": False}
+    # Ray would put this process's working directory first on the path of its workers, whatever lies there: to all jobs
+    # but those of Ray Client, as its JobConfig calls them, and nothing else hangs on that name.
+    job = importlib.import_module("ray.job_config").JobConfig(_client_job=True)
+    options: dict[str, Any] = {
+        "address": address,
+        "job_config": job,
+        "log_to_driver": False,
+        "configure_logging": False,
+    }
     if address == "local":
         options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     try:
