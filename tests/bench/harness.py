@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import trio
+
 from wsbatch.batching.costs import CostModel
 from wsbatch.config import EngineConfig
+from wsbatch.steps import StepPlan, StepResult
 from wsbatch.testing import VirtualWorker
 from wsbatch_bench.load.generator import LoadPlan, LoadRun, run_load
 from wsbatch_bench.load.specs import parse_arrivals, parse_lengths
@@ -53,6 +56,21 @@ def load(
             return await run_load(target, plan)
 
     return run_virtual(main)
+
+
+def stall_once(worker: VirtualWorker, at_s: float, seconds: float) -> None:
+    """The first step after `at_s` takes longer."""
+    step = worker.step
+    stalled = False
+
+    async def slow(plan: StepPlan) -> StepResult:
+        nonlocal stalled
+        if not stalled and trio.current_time() >= at_s:
+            stalled = True
+            await trio.sleep(seconds)
+        return await step(plan)
+
+    worker.step = slow  # type: ignore[method-assign]
 
 
 def cell(size: int = 8, wait_ms: float = 0.0, rate: float = 1.0, **fields: object) -> CellResult:

@@ -7,13 +7,12 @@ import pytest
 import trio
 
 from wsbatch.batching.costs import CostModel
-from wsbatch.steps import StepPlan, StepResult
 from wsbatch.testing import VirtualWorker
 from wsbatch_bench.load.generator import STOPPED
 from wsbatch_bench.quantiles import mean_interval, observed_quantile
 from wsbatch_bench.stability import judge
 
-from .harness import load, short_trace
+from .harness import load, short_trace, stall_once
 
 
 def test_every_request_goes_out_at_its_scheduled_time_whatever_becomes_of_the_others() -> None:
@@ -109,21 +108,6 @@ def test_the_mean_wait_of_an_md1_queue(rho: float) -> None:
     assert len(waits) == 2000
     assert interval.low <= rho * service_s / (2 * (1 - rho)) <= interval.high
     assert interval.high - interval.low < interval.value  # an interval that says something
-
-
-def stall_once(worker: VirtualWorker, at_s: float, seconds: float) -> None:
-    """The first step after `at_s` takes longer."""
-    step = worker.step
-    stalled = False
-
-    async def slow(plan: StepPlan) -> StepResult:
-        nonlocal stalled
-        if not stalled and trio.current_time() >= at_s:
-            stalled = True
-            await trio.sleep(seconds)
-        return await step(plan)
-
-    worker.step = slow  # type: ignore[method-assign]
 
 
 def test_a_stall_of_the_server_shows_in_p95() -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from wsbatch_bench.cli.calibrate import Calibration, load_calibration, measure_c
 from wsbatch_bench.cli.compare import table
 from wsbatch_bench.load.generator import LoadPlan, LoadRun, run_load
 from wsbatch_bench.load.openai_target import OpenAiTarget, TextPrompts
-from wsbatch_bench.load.results import result_json
+from wsbatch_bench.load.results import result_json, summary_lines
 from wsbatch_bench.load.summary import summarise
 from wsbatch_bench.sweep.setting import Setting
 from wsbatch_bench.sweep.stage import open_virtual_target, run_virtual
@@ -56,6 +57,19 @@ def merging(body: dict[str, object]) -> list[bytes]:
     assert isinstance(tokens, int)
     first = event(choices=[{"text": "x"}], usage={"completion_tokens": 1})
     return [first, event(choices=[{"text": "yz"}], usage={"completion_tokens": tokens}), b"data: [DONE]\n\n"]
+
+
+def in_one_piece(body: dict[str, object]) -> list[bytes]:
+    """As a server that does not stream, behind one that does."""
+    return [event(choices=[{"text": "wxyz"}]), event(choices=[], usage={"completion_tokens": body["max_tokens"]})]
+
+
+def in_chunks(body: dict[str, object]) -> list[bytes]:
+    """Five tokens in each event, and usage at the end only."""
+    tokens = body["max_tokens"]
+    assert isinstance(tokens, int)
+    last = event(choices=[], usage={"completion_tokens": tokens})
+    return [*(event(choices=[{"text": "vwxyz"}]) for _ in range(tokens // 5)), last]
 
 
 @asynccontextmanager
@@ -101,6 +115,50 @@ async def test_tokens_of_a_peer_are_counted_not_its_events(autojump_clock: MockC
     summary = summarise(run)
     assert summary.invalid == ()
     assert summary.server_tokens is None
+
+
+async def test_a_peer_that_does_not_stream_has_no_time_per_token(autojump_clock: MockClock) -> None:
+    async with peer(in_one_piece) as target:
+        run = await load(target)
+    summary = summarise(run, goodput={"tpot": 60.0})
+    assert summary.invalid == ()
+    assert summary.tpot_undefined == 6
+    assert isnan(summary.tpot.p50)
+    assert isnan(summary.itl.longest)
+    assert summary.goodput == 0  # it has not shown its pace
+    *_, row = table([("peer", result_json(run, summary, backend="openai", model="m"))])
+    assert row.count("| – ") == 4
+    assert "6 of 6 answers have no time per token" in row
+
+
+async def test_chunks_of_unknown_size_are_said_and_mark_the_time_per_token(autojump_clock: MockClock) -> None:
+    """Twenty tokens in four chunks, one each 100 ms: 15 tokens after the first chunk in 0.3 s."""
+    async with peer(in_chunks) as target:
+        run = await load(target, output=20)
+    summary = summarise(run)
+    assert summary.invalid == ()
+    assert summary.tpot.p50 == pytest.approx(0.02)
+    assert summary.itl.p50 == pytest.approx(0.1)
+    assert (summary.tpot_undefined, summary.tpot_estimated) == (0, 6)
+    text = "\n".join(summary_lines(summary, offered=""))
+    assert "~20.0" in text
+    assert "the server does not say how many" in text
+    *_, row = table([("peer", result_json(run, summary, backend="openai", model="m"))])
+    assert "| ~20 |" in row
+    async with peer(well_behaved) as target:  # a token an event: nothing is guessed
+        assert summarise(await load(target, output=20)).tpot_estimated == 0
+    async with peer(merging) as target:  # several, and how many is said with each
+        assert summarise(await load(target, output=20)).tpot_estimated == 0
+
+
+async def test_a_peers_cached_tokens_are_read(autojump_clock: MockClock) -> None:
+    def cached(body: dict[str, object]) -> list[bytes]:
+        usage = {"prompt_tokens": 20, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 15}}
+        return [event(choices=[{"text": "x"}], usage=usage), event(choices=[], usage={"completion_tokens": 4})]
+
+    async with peer(cached) as target:
+        summary = summarise(await load(target))
+    assert (summary.cache_hits, summary.cached_share) == (6, 0.75)
 
 
 async def test_a_peer_that_stops_short_makes_the_run_invalid(autojump_clock: MockClock) -> None:

@@ -4,22 +4,25 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from math import inf
+from math import inf, isnan
 from typing import Any
 
 import pytest
 import trio
 from trio.testing import MockClock
 
+from wsbatch.config import EngineConfig
 from wsbatch.messages import Accepted, BatchReport, Finished, Timing, Tokens, Usage
+from wsbatch_bench.cli.compare import table
 from wsbatch_bench.load.generator import LoadPlan, LoadRun, run_load
 from wsbatch_bench.load.record import Record
 from wsbatch_bench.load.results import result_json, summary_lines
 from wsbatch_bench.load.server import ServerTotals, parse_totals
 from wsbatch_bench.load.summary import parse_goodput, summarise
 from wsbatch_bench.load.target import open_websocket_target
+from wsbatch_bench.sweep.stage import open_virtual_target, run_virtual
 
-from .harness import load, short_trace
+from .harness import COSTS, load, short_trace, stall_once
 
 
 def record(index: int, at_s: float, *, ttft_s: float = 0.1, tokens: int = 3, gap_s: float = 0.1) -> Record:
@@ -44,14 +47,19 @@ def made_run(records: list[Record], *, warmup: int = 0, totals: ServerTotals | N
     return run
 
 
-def test_throughput_is_of_the_window_and_of_whoever_was_served_in_it() -> None:
-    """Ten measured requests from 1 s to 10.3 s, one a second of 3 tokens; one before and one after in flight."""
+def test_throughput_is_of_the_measured_requests_as_in_vllm_and_what_else_was_served_is_told_apart() -> None:
+    """Ten measured requests from 1 s to 10.3 s, one a second of 3 tokens; one before and one after end within it."""
     records = [record(index, float(index)) for index in range(13)]
+    records[0].arrivals = [(1.1, 1), (1.2, 1), (1.3, 1)]
+    records[11].arrivals = [(10.1, 1), (10.2, 1), (10.4, 1)]
+    records[0].ended_s, records[11].ended_s = 1.3, 10.2
     summary = summarise(made_run(records, warmup=1))
     assert summary.sent == summary.completed == 10
     assert summary.duration_s == pytest.approx(9.3)
     assert summary.request_throughput == pytest.approx(10 / 9.3)
     assert summary.output_throughput == pytest.approx(30 / 9.3)
+    assert summary.served_requests_per_s == pytest.approx(12 / 9.3)
+    assert summary.served_tokens_per_s == pytest.approx(35 / 9.3)
     assert summary.e2e.p50 == pytest.approx(0.3)
     assert summary.tpot.p95.value == pytest.approx(0.1)
 
@@ -61,6 +69,85 @@ def test_goodput_counts_requests_within_every_bound() -> None:
     summary = summarise(made_run(records), goodput=parse_goodput(["ttft:450", "e2el:10000", "tpot:150"]))
     assert summary.goodput == pytest.approx(4 / summary.duration_s)
     assert summarise(made_run(records)).goodput is None
+
+
+def test_goodput_is_the_throughput_where_every_request_meets_its_bounds() -> None:
+    run = load(short_trace(90), 60.0, warmup=20, measured=40)
+    summary = summarise(run, goodput=parse_goodput(["e2el:60000", "tpot:60000"]))
+    assert summary.completed == 40
+    assert summary.goodput == summary.request_throughput == pytest.approx(40 / summary.duration_s)
+    assert summary.output_throughput == pytest.approx(40 * 5 / summary.duration_s)
+    result = result_json(run, summary, backend="wsbatch", model="m")
+    assert result["output_throughput"] == pytest.approx(result["total_output_tokens"] / result["duration"])
+
+
+def test_answers_of_one_token_have_no_time_per_token() -> None:
+    """Eight of ten: they made a median of 0, the best in every table."""
+    records = [record(index, float(index), tokens=3 if index in (2, 5) else 1) for index in range(10)]
+    run = made_run(records)
+    summary = summarise(run, goodput=parse_goodput(["tpot:50"]))
+    assert (summary.tpot.p50, summary.tpot_undefined) == (pytest.approx(0.1), 8)
+    assert summary.goodput == pytest.approx(8 / summary.duration_s)  # nothing of theirs can be late
+    assert "leaves out 8 of 10 answers" in "\n".join(summary_lines(summary, offered=""))
+    records = [record(index, float(index), tokens=1) for index in range(10)]
+    records[9].failed("shed", 9.0)
+    run = made_run(records)
+    summary = summarise(run)
+    assert isnan(summary.tpot.p50)
+    result = json.loads(json.dumps(result_json(run, summary, backend="wsbatch", model="m")))
+    assert result["p50_tpot_ms"] is None
+    (*_, row) = table([("ones", result)])
+    cells = dict(zip(table([("ones", result)])[0].split(" | "), row.split(" | "), strict=True))
+    assert cells["per token p50 ms"] == cells["longest gap ms"] == "–"
+    assert cells["end to end p95 ms"] == "∞"
+    assert "9 of 9 answers have no time per token" in row
+
+
+def test_a_failure_is_infinite_among_answers_that_have_a_time_per_token() -> None:
+    records = [record(index, float(index)) for index in range(10)]
+    records[4].failed("shed", 4.0)
+    summary = summarise(made_run(records))
+    assert summary.tpot.p50 == pytest.approx(0.1)
+    assert summary.tpot.p95.value == inf
+    assert summary.tpot_undefined == 0
+
+
+def test_a_stall_within_answers_shows_between_tokens_where_the_time_per_token_hides_it() -> None:
+    smooth = load(short_trace(40, output=20), 2.0)
+    stalled = load(short_trace(40, output=20), 2.0, prepare=lambda worker: stall_once(worker, 5.0, 1.0))
+    before, after = summarise(smooth), summarise(stalled)
+    assert before.itl.p50 == after.itl.p50 == pytest.approx(before.tpot.p50, rel=0.1)
+    assert before.itl.longest < 0.05
+    assert after.itl.longest > 0.9
+    assert after.tpot.p95.value < 0.1
+    line = next(line for line in summary_lines(after, offered="") if line.startswith("between tokens"))
+    assert "longest 1,0" in line
+    result = result_json(stalled, after, backend="wsbatch", model="m")
+    assert result["max_itl_ms"] == pytest.approx(1000 * after.itl.longest)
+    assert max(gap for gaps in result["itls"] for gap in gaps) == after.itl.longest
+
+
+def test_answers_out_of_the_prefix_cache_are_reported() -> None:
+    """The same prompts twice on one server: the second run's time to the first token is another thing."""
+    trace = short_trace(20, prompt=200)
+
+    async def main() -> list[LoadRun]:
+        config = EngineConfig(model="simulated", scheduler="continuous", max_batch_size=4)
+        async with open_virtual_target(config, COSTS) as (target, _):
+            plan = LoadPlan(trace=trace, rate=1.0, warmup=0, measured=20)
+            return [await run_load(target, plan) for _ in range(2)]
+
+    first, second = run_virtual(main)
+    cold, warm = summarise(first), summarise(second)
+    assert (cold.cache_hits, cold.cached_share) == (0, 0)
+    assert warm.cache_hits == 20
+    assert warm.cached_share > 0.9
+    assert warm.ttft.p50 < cold.ttft.p50
+    assert "prefix cache: 20 of 20 answers" in "\n".join(summary_lines(warm, offered=""))
+    rows = table([(name, result_json(run, summary, backend="wsbatch", model="m")) for name, run, summary in
+                  (("cold", first, cold), ("warm", second, warm))])  # fmt: skip
+    assert "prefix cache" not in rows[2]
+    assert "of the prompt tokens from its prefix cache" in rows[3]
 
 
 def test_a_late_client_or_a_count_that_differs_makes_it_invalid() -> None:

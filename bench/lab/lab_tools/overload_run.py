@@ -95,7 +95,7 @@ class Overload:
         size = self.setting.max_batch_size
         closed = replace(self.trace, arrivals=f"closed:clients={2 * size}")
         plan = LoadPlan(trace=closed, rate=1.0, warmup=2 * size, measured=_PROBE)
-        return summarise(VirtualStage(self.costs).run(self.setting, plan)).request_throughput
+        return summarise(VirtualStage(self.costs).run(self.setting, plan)).served_requests_per_s
 
     def measure(self, load: float, capacity: float, *, tries: int = 1) -> Point:
         """Put this load on a server of its own. Equal runs give equal results."""

@@ -9,7 +9,8 @@ from wsbatch.cli.parsing import Commands, add_parser, say_error
 
 _DESCRIPTION = """\
 Print the results that `load --save-result` wrote as one table (Markdown), for servers that were
-given the same trace. Runs of different traces, and invalid ones, are marked.
+given the same trace. Runs of different traces, and invalid ones, are marked. – is undefined: no
+answer has a time per token, or a gap between tokens; ~ is estimated; ∞: too many requests failed.
 """
 
 _EPILOG = """\
@@ -23,6 +24,9 @@ _COLUMNS = {
     "TTFT p50 ms": "p50_ttft_ms",
     "TTFT p95 ms": "p95_ttft_ms",
     "per token p50 ms": "p50_tpot_ms",
+    "between tokens p50 ms": "p50_itl_ms",
+    "between tokens p99 ms": "p99_itl_ms",
+    "longest gap ms": "max_itl_ms",
     "end to end p50 ms": "p50_e2el_ms",
     "end to end p95 ms": "p95_e2el_ms",
 }
@@ -57,11 +61,32 @@ def table(results: list[tuple[str, dict[str, Any]]]) -> list[str]:
     ]
     for name, result in results:
         own = result["wsbatch"]
-        notes = [*own["invalid"]] + ([] if own["trace_sha256"] == first else ["another trace"])
-        if own["stability"]["verdict"] != "stable":
-            notes.append(own["stability"]["verdict"])
         cells = [name, result["backend"], str(result["request_rate"])]
-        cells += ["∞" if result[key] is None else f"{result[key]:,.3g}" for key in _COLUMNS.values()]
+        cells += [_cell(result, key) for key in _COLUMNS.values()]
+        notes = _notes(own, result["completed"]) + ([] if own["trace_sha256"] == first else ["another trace"])
         cells += [f"{result['completed']}/{own['sent']}", "; ".join(notes)]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _cell(result: dict[str, Any], key: str) -> str:
+    own, value = result["wsbatch"], result[key]
+    if value is None:
+        # JSON has one word for what is infinite and what is undefined.
+        none = key.endswith("_itl_ms") or (key.endswith("_tpot_ms") and own["tpot_undefined"] == result["completed"])
+        return "–" if none else "∞"
+    about = "~" if key.endswith("_tpot_ms") and own["tpot_estimated"] else ""
+    return f"{about}{value:,.3g}"
+
+
+def _notes(own: dict[str, Any], completed: int) -> list[str]:
+    notes = [*own["invalid"]]
+    if own["stability"]["verdict"] != "stable":
+        notes.append(own["stability"]["verdict"])
+    if own["tpot_undefined"]:
+        notes.append(f"{own['tpot_undefined']} of {completed} answers have no time per token")
+    if own["tpot_estimated"]:
+        notes.append("chunks of several tokens, nobody says how many")
+    if own["cache_hits"]:
+        notes.append(f"{own['cached_share']:.0%} of the prompt tokens from its prefix cache")
+    return notes

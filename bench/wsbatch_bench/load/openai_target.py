@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,27 +85,43 @@ class OpenAiTarget:
         return
 
     async def _read(self, record: Record, chunks: AsyncIterator[bytes], start_s: float) -> None:
-        seen = 0
+        counted_events = 0
         async with aclosing(_events(chunks)) as events:
             async for event in events:
+                now_s = trio.current_time() - start_s
+                # Without text it may be the news of the finish alone, or the first bytes of a character.
+                if any(choice.get("text") for choice in event.get("choices", [])):
+                    record.arrivals.append((now_s, 1))
                 usage = event.get("usage") or {}
                 if usage.get("prompt_tokens", record.prompt_tokens) != record.prompt_tokens:
                     raise HttpFailed("prompt_length", f"{usage['prompt_tokens']} prompt tokens, not as many as sent")
+                cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+                record.cached_tokens = cached or record.cached_tokens
                 counted = usage.get("completion_tokens")
-                # Where usage comes only at the end, an event with text is one token until it does; then the last one
-                # makes up. (Without text it may be the news of the finish alone, or the first bytes of a character.)
-                total = counted if counted is not None else seen + any(_texts(event))
-                if total > seen:
-                    record.arrivals.append((trio.current_time() - start_s, total - seen))
-                seen = total
                 if counted is not None:
+                    _count(record, counted_events, counted, now_s)
+                    counted_events = len(record.arrivals)
                     record.reported_tokens = counted
         if record.reported_tokens is None:
-            record.reported_tokens = seen
+            record.reported_tokens = record.tokens
 
 
-def _texts(event: dict[str, Any]) -> list[str]:
-    return [choice["text"] for choice in event.get("choices", []) if choice.get("text")]
+def _count(record: Record, first: int, total: int, now_s: float) -> None:
+    """All tokens so far are `total`: those since the last count came in the arrivals from `first` on, now if in none.
+
+    One arrival brought all of them; several one each, or nobody knows how many each: they are spread evenly. More
+    arrivals than tokens stay as they are, and the run is invalid.
+    """
+    times_s = [at_s for at_s, _ in record.arrivals[first:]] or [now_s]
+    tokens = total - sum(count for _, count in record.arrivals[:first])
+    if 0 < tokens < len(times_s):
+        return
+    if 1 < len(times_s) < tokens:
+        record.sizes_told = False
+    bounds = [index * tokens // len(times_s) for index in range(len(times_s) + 1)]
+    record.arrivals[first:] = [
+        (at_s, later - earlier) for at_s, (earlier, later) in zip(times_s, pairwise(bounds), strict=True) if tokens > 0
+    ]
 
 
 async def _events(chunks: AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any], None]:

@@ -23,6 +23,8 @@ class Record:
         error: the code of what ended it instead of an answer; `message` says it in words, where there are any.
         unreached: whether it failed before any server took it: no connection, or an address that serves no such thing.
         reported_tokens: output tokens by the server's own count.
+        cached_tokens: prompt tokens that the server took from its prefix cache, as far as it says.
+        sizes_told: whether each frame's number of tokens is known; otherwise only their sum is, spread evenly.
         timing, batch: what the server said of it; None from servers that do not say.
         priority: its class, 0 the most urgent.
     """
@@ -38,6 +40,8 @@ class Record:
     message: str = ""
     unreached: bool = False
     reported_tokens: int | None = None
+    cached_tokens: int = 0
+    sizes_told: bool = True
     timing: Timing | None = None
     batch: BatchReport | None = None
     priority: int = 0
@@ -69,15 +73,19 @@ class Record:
 
     @property
     def tpot_s(self) -> float:
-        """Mean time between tokens after the first; 0 for a single token, infinite where the request failed."""
+        """Mean time between tokens after those of the first frame; infinite where the request failed.
+
+        It is undefined, nan, where no token comes after the first frame: in an answer of one token, in one that came in
+        one piece, and in a failure that asked for one token only.
+        """
         if not self.ok or not self.arrivals:
-            return inf
+            return inf if self.output_tokens > 1 else nan
         after = self.tokens - self.arrivals[0][1]
-        return (self.arrivals[-1][0] - self.arrivals[0][0]) / after if after else 0.0
+        return (self.arrivals[-1][0] - self.arrivals[0][0]) / after if after else nan
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between frames of tokens."""
+        """Times between frames of tokens (ITL); tokens of one frame have none between them."""
         times = [at_s for at_s, _ in self.arrivals]
         return [later - earlier for earlier, later in pairwise(times)]
 

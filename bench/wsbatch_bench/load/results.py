@@ -4,13 +4,13 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from math import isfinite, isinf
+from math import isfinite, isinf, isnan
 from statistics import fmean, median, pstdev
 from typing import Any
 
 from wsbatch_bench.load.generator import LoadRun
 from wsbatch_bench.load.record import TTFT_PARTS
-from wsbatch_bench.load.summary import Latency, Summary
+from wsbatch_bench.load.summary import Gaps, Latency, Summary
 from wsbatch_bench.quantiles import observed_quantile
 
 
@@ -32,6 +32,10 @@ def summary_lines(summary: Summary, *, offered: str) -> list[str]:
     ]
     if summary.goodput is not None:
         lines.append(f"goodput              {summary.goodput:.3g} requests/s within the bounds")
+    lines.append(
+        f"served meanwhile     {summary.served_requests_per_s:.3g} requests/s, {summary.served_tokens_per_s:,.1f} "
+        "output tokens/s, warm-up and cool-down included"
+    )
     lines += [
         "",
         f"{'milliseconds':20} {'p50':>9} {'p95':>9} {'(95 % interval)':>21} {'p99':>9}",
@@ -39,7 +43,9 @@ def summary_lines(summary: Summary, *, offered: str) -> list[str]:
         _latency("  from sending", summary.ttft_sent),
         _latency("end to end", summary.e2e),
         _latency("  from sending", summary.e2e_sent),
-        _latency("time per token", summary.tpot),
+        _latency("time per token", summary.tpot, about="~" if summary.tpot_estimated else ""),
+        _gaps("between tokens", summary.itl),
+        *_notes(summary),
     ]
     if summary.ttft_parts:
         lines += ["", f"{'TTFT is made of':20} " + " ".join(f"{name.replace('_', ' '):>11}" for name in TTFT_PARTS)]
@@ -66,9 +72,36 @@ def summary_lines(summary: Summary, *, offered: str) -> list[str]:
     return lines
 
 
-def _latency(name: str, latency: Latency) -> str:
-    interval = f"({ms(latency.p95.low)} … {ms(latency.p95.high)})"
-    return f"{name:20} {ms(latency.p50):>9} {ms(latency.p95.value):>9} {interval:>21} {ms(latency.p99):>9}"
+def _latency(name: str, latency: Latency, *, about: str = "") -> str:
+    interval = "" if isnan(latency.p95.value) else f"({ms(latency.p95.low)} … {ms(latency.p95.high)})"
+    p50, p95, p99 = (about + ms(value) for value in (latency.p50, latency.p95.value, latency.p99))
+    return f"{name:20} {p50:>9} {p95:>9} {interval:>21} {p99:>9}"
+
+
+def _gaps(name: str, gaps: Gaps) -> str:
+    longest = f"longest {ms(gaps.longest)}"
+    return f"{name:20} {ms(gaps.p50):>9} {ms(gaps.p95):>9} {longest:>21} {ms(gaps.p99):>9}"
+
+
+def _notes(summary: Summary) -> list[str]:
+    """What must be known to read the latencies."""
+    notes = []
+    if summary.tpot_undefined:
+        notes.append(
+            f"  time per token leaves out {summary.tpot_undefined} of {summary.completed} answers, which have none: "
+            "of one token, or in one piece"
+        )
+    if summary.tpot_estimated:
+        notes.append(
+            f"  ~ {summary.tpot_estimated} answers came in chunks of several tokens, the server does not say how many: "
+            "time per token is estimated, gaps are between chunks"
+        )
+    if summary.cache_hits:
+        notes.append(
+            f"  prefix cache: {summary.cache_hits} of {summary.completed} answers reused it, "
+            f"{summary.cached_share:.0%} of the prompt tokens: TTFT is that of a warm cache"
+        )
+    return notes
 
 
 def result_json(run: LoadRun, summary: Summary, *, backend: str, model: str, date: datetime | None = None) -> Any:
@@ -101,14 +134,15 @@ def result_json(run: LoadRun, summary: Summary, *, backend: str, model: str, dat
         "start_times": [record.scheduled_s for record in measured],
         "errors": [record.error or "" for record in measured],
     }
-    gaps = [gap for record in measured for gap in record.gaps_s]
+    gaps = [gap for record in measured if record.ok for gap in record.gaps_s]
     for name, values in (
         ("ttft", [record.ttft_s for record in measured]),
-        ("tpot", [record.tpot_s for record in measured]),
+        ("tpot", [tpot_s for record in measured if not isnan(tpot_s := record.tpot_s)]),
         ("itl", gaps),
         ("e2el", [record.e2e_s for record in measured]),
     ):
         result |= _statistics(name, values)
+    result["max_itl_ms"] = summary.itl.longest * 1000
     result["wsbatch"] = asdict(summary) | {
         "trace_sha256": run.plan.trace.sha256,
         "arrivals": run.plan.trace.arrivals,

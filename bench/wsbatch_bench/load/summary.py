@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import inf, isfinite, isnan, nan
 from statistics import fmean
 
 from wsbatch_bench.load.generator import TIMED_OUT, LoadRun
@@ -37,15 +37,36 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
+class Gaps:
+    """Times between frames of tokens (ITL) over all answers, in seconds: quantiles and the longest; nan without any."""
+
+    p50: float
+    p95: float
+    p99: float
+    longest: float
+
+    @classmethod
+    def of(cls, gaps_s: Sequence[float]) -> "Gaps":
+        """From the gaps in any order."""
+        return cls(*(observed_quantile(gaps_s, q) for q in (0.5, 0.95, 0.99)), max(gaps_s, default=nan))
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """One run's figures. Times in seconds, rates per second.
 
     Attributes:
         sent: measured requests; `completed` of them were answered, `errors` says what became of the others.
         duration_s: of the window, from the first measured request's scheduled time to the end of the last one.
-        request_throughput, output_throughput: requests ended and tokens received in the window, whoever's they are.
-        goodput: measured requests within all of the stated bounds, per second of the window; None without bounds.
-        ttft, e2e, tpot: from the scheduled time. `ttft_sent`, `e2e_sent`: from sending.
+        request_throughput, output_throughput: answered ones of the measured, and their tokens, over `duration_s`.
+        goodput: those within all of the stated bounds, over `duration_s`, too; None without bounds.
+        served_requests_per_s, served_tokens_per_s: what was served in the window, whoever's it was: warm-up and
+            cool-down requests share it. This is what the server does under steady load.
+        ttft, e2e: from the scheduled time. `ttft_sent`, `e2e_sent`: from sending.
+        tpot: of answers that have one; `tpot_undefined` of the others, `tpot_estimated` of those whose frames held
+            several tokens, nobody knows how many.
+        itl: between frames of the answered requests.
+        cache_hits: answers that reused the server's prefix cache; `cached_share` of all their prompt tokens.
         ttft_parts: the mean of each part over the answered requests, and the parts of the request that is p95.
         success: the share answered, with one-sided 95 % bounds.
         server_tokens: output tokens of the whole run by the server's accounting; None where it has none.
@@ -60,11 +81,18 @@ class Summary:
     request_throughput: float
     output_throughput: float
     goodput: float | None
+    served_requests_per_s: float
+    served_tokens_per_s: float
     ttft: Latency
     ttft_sent: Latency
     e2e: Latency
     e2e_sent: Latency
     tpot: Latency
+    tpot_undefined: int
+    tpot_estimated: int
+    itl: Gaps
+    cache_hits: int
+    cached_share: float
     ttft_parts: dict[str, float]
     ttft_parts_p95: dict[str, float]
     success: Interval
@@ -85,8 +113,10 @@ def summarise(run: LoadRun, *, goodput: dict[str, float] | None = None, max_lag_
     start_s, end_s = run.window_s
     duration_s = max(end_s - start_s, 1e-9)
     answered = [record for record in measured if record.ok]
-    tokens = sum(count for record in run.records for at_s, count in record.arrivals if start_s <= at_s <= end_s)
-    ended = sum(record.ok and start_s <= record.ended_s <= end_s for record in run.records)
+    served_tokens = sum(count for record in run.records for at_s, count in record.arrivals if start_s <= at_s <= end_s)
+    served = sum(record.ok and start_s <= record.ended_s <= end_s for record in run.records)
+    tpots_s = _tpots_s(measured)
+    cached_tokens = sum(record.cached_tokens for record in answered)
     good = None if goodput is None else sum(_meets(record, goodput) for record in measured) / duration_s
     finished = [record for record in run.records if record.reported_tokens is not None]
     client_tokens = sum(record.tokens for record in finished)
@@ -97,14 +127,21 @@ def summarise(run: LoadRun, *, goodput: dict[str, float] | None = None, max_lag_
         completed=len(answered),
         errors=dict(Counter(record.error for record in measured if record.error is not None)),
         duration_s=duration_s,
-        request_throughput=ended / duration_s,
-        output_throughput=tokens / duration_s,
+        request_throughput=len(answered) / duration_s,
+        output_throughput=sum(record.tokens for record in answered) / duration_s,
         goodput=good,
+        served_requests_per_s=served / duration_s,
+        served_tokens_per_s=served_tokens / duration_s,
         ttft=Latency.of([record.ttft_s for record in measured]),
         ttft_sent=Latency.of([record.ttft_s - record.lag_s for record in measured]),
         e2e=Latency.of([record.e2e_s for record in measured]),
         e2e_sent=Latency.of([record.e2e_s - record.lag_s for record in measured]),
-        tpot=Latency.of([record.tpot_s for record in measured]),
+        tpot=Latency.of(tpots_s),
+        tpot_undefined=sum(isnan(record.tpot_s) for record in answered),
+        tpot_estimated=sum(not record.sizes_told for record in answered),
+        itl=Gaps.of([gap_s for record in answered for gap_s in record.gaps_s]),
+        cache_hits=sum(record.cached_tokens > 0 for record in answered),
+        cached_share=cached_tokens / max(1, sum(record.prompt_tokens for record in answered)),
         ttft_parts=_mean_parts(answered),
         ttft_parts_p95=_parts_at(measured, 0.95),
         success=share_bounds(len(answered), len(measured)),
@@ -138,9 +175,25 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
 
 _GOODPUT: dict[str, Callable[[Record], float]] = {
     "ttft": lambda record: record.ttft_s,
-    "tpot": lambda record: record.tpot_s,
+    "tpot": lambda record: _tpot_bounded_s(record),
     "e2el": lambda record: record.e2e_s,
 }
+
+
+def _tpot_bounded_s(record: Record) -> float:
+    """What a bound on TPOT looks at. After an answer of one token nothing can be late: it is within any bound.
+
+    An answer of several tokens in one piece has not shown its pace: it is within none.
+    """
+    tpot_s = record.tpot_s
+    return (0.0 if record.tokens == 1 else inf) if isnan(tpot_s) else tpot_s
+
+
+def _tpots_s(measured: Sequence[Record]) -> list[float]:
+    """Those that are defined, failures as infinite; none where no answer has one."""
+    defined = [tpot_s for record in measured if not isnan(tpot_s := record.tpot_s)]
+    none = any(record.ok for record in measured) and not any(map(isfinite, defined))
+    return [] if none else defined
 
 
 def _meets(record: Record, bounds: dict[str, float]) -> bool:

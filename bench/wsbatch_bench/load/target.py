@@ -106,6 +106,7 @@ class WebSocketTarget:
                     elif isinstance(event, Finished):
                         record.timing, record.batch = event.timing, event.batch
                         record.reported_tokens = event.usage.completion_tokens
+                        record.cached_tokens = event.usage.cached_tokens
                         record.ended_s = now_s
                         if event.finish_reason != "length":
                             record.error = event.finish_reason

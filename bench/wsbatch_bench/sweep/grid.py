@@ -63,7 +63,7 @@ class Sweep:
         closed = replace(self.trace, arrivals=f"closed:clients={2 * setting.max_batch_size}")
         measured = max(_PROBE, 4 * setting.max_batch_size)
         plan = LoadPlan(trace=closed, rate=1.0, warmup=2 * setting.max_batch_size, measured=measured)
-        return summarise(self.stage.run(setting, plan)).request_throughput
+        return summarise(self.stage.run(setting, plan)).served_requests_per_s
 
     def estimate_s(self, cell: Cell) -> float:
         """How long this cell will take on this machine: the schedule's own length, or in virtual time the CPU's."""
