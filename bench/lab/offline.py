@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; the exit status."""
     try:
-        trace = read_trace(arguments)
+        trace = read_trace(arguments, rescaled=False)
         requests = _requests(trace, arguments.num_prompts)
         if arguments.workload_out is not None:
             workload = [{"prompt_ids": r.prompt_ids, "max_tokens": r.output_tokens} for r in requests]

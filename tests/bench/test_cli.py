@@ -1,5 +1,6 @@
 """The command line: what each command prints, keeps and exits with. One test starts a server on a real socket."""
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -7,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from wsbatch_bench.cli import main
+from wsbatch_bench.cli.flags import add_workload, read_trace
+from wsbatch_bench.cli.load import add_command as add_load
 from wsbatch_bench.load.server import server_process, wsbatch_command
+from wsbatch_bench.load.trace import Trace
 
 COSTS = "tau_ms=10,alpha_ms=1,beta_ms=0.1"
 SHORT = ["--prompt-lengths", "fixed:tokens=8", "--output-lengths", "fixed:tokens=4"]
@@ -108,6 +112,47 @@ def test_a_study_of_other_arrivals(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--arrivals", "poisson"], "--trace with --arrivals: the trace says that already"),
+        (["--seed", "0", "--prompt-lengths", "fixed:tokens=3"], "--trace with --seed, --prompt-lengths: the trace"),
+        (["--output-lengths", "fixed:tokens=3"], "--trace with --output-lengths"),
+        (["--burstiness", "0.5"], "--trace with --burstiness"),
+        (["--request-rate", "2"], "all times are equal: it comes at once"),
+    ],
+)
+def test_flags_that_contradict_a_trace_are_refused_by_name(
+    tmp_path: Path, flags: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "equal.jsonl"
+    path.write_text(3 * (json.dumps({"at_s": 0, "prompt_tokens": 5, "output_tokens": 7}) + "\n"))
+    assert run("load", "ws://127.0.0.1:1", "--trace", str(path), *flags) == 2
+    assert word in capsys.readouterr().err.splitlines()[-1]
+    assert run("sweep", "--out", str(tmp_path / "sweep"), "--trace", str(path)) == 2
+    assert "it comes at once" in capsys.readouterr().err
+
+
+def test_prompts_differ_by_run_where_a_server_may_know_them_and_are_the_same_where_none_does() -> None:
+    def trace(seed: int | None, *argv: str) -> Trace:
+        parser = argparse.ArgumentParser()
+        add_workload(parser, measured=20, seed=seed)
+        return read_trace(parser.parse_args(argv))
+
+    first, second = trace(None), trace(None)
+    assert first.prompt_ids(0, 50) != second.prompt_ids(0, 50)
+    assert trace(None, "--seed", str(first.seed)) == first  # as printed
+    assert trace(0) == trace(0)
+    (load,) = (action for action in _load_parser()._actions if action.dest == "seed")
+    assert load.default is None
+
+
+def _load_parser() -> argparse.ArgumentParser:
+    commands = argparse.ArgumentParser().add_subparsers()
+    add_load(commands)
+    return commands.choices["load"]
+
+
+@pytest.mark.parametrize(
     ("argv", "status", "word"),
     [
         (["load", "ftp://x"], 2, "url must be"),
@@ -117,6 +162,8 @@ def test_a_study_of_other_arrivals(capsys: pytest.CaptureFixture[str]) -> None:
         (["load", "ws://127.0.0.1:1", "--output-lengths", "gauss:mean=3"], 2, "none of"),
         (["load", "ws://127.0.0.1:1", "--trace", "/nowhere.jsonl"], 2, "No such file"),
         (["load", "ws://127.0.0.1:1", "--request-rate", "1"], 1, "cannot connect"),
+        (["load", "ws://127.0.0.1:1", "--request-rate", "2", "--arrivals", "closed:clients=2"], 2, "set the pace"),
+        (["load", "ws://127.0.0.1:1", "--burstiness", "2", "--arrivals", "poisson"], 2, "--burstiness with --arrivals"),
         (["sweep", "--out", "x", "--setting", "dynamic"], 2, "max_batch_size is required"),
         (["sweep", "--out", "x", "--slo", "soon"], 2, "must be METRIC"),
         (["sweep", "--out", "x", "--costs", "tau_ms=1"], 2, "alpha_ms is required"),

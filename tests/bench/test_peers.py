@@ -140,7 +140,7 @@ async def test_chunks_of_unknown_size_are_said_and_mark_the_time_per_token(autoj
     assert summary.tpot.p50 == pytest.approx(0.02)
     assert summary.itl.p50 == pytest.approx(0.1)
     assert (summary.tpot_undefined, summary.tpot_estimated) == (0, 6)
-    text = "\n".join(summary_lines(summary, offered=""))
+    text = "\n".join(summary_lines(run, summary))
     assert "~20.0" in text
     assert "the server does not say how many" in text
     *_, row = table([("peer", result_json(run, summary, backend="openai", model="m"))])

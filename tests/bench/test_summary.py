@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import islice
 from math import inf, isnan
 from typing import Any
 
@@ -18,8 +19,10 @@ from wsbatch_bench.load.generator import LoadPlan, LoadRun, run_load
 from wsbatch_bench.load.record import Record
 from wsbatch_bench.load.results import result_json, summary_lines
 from wsbatch_bench.load.server import ServerTotals, parse_totals
+from wsbatch_bench.load.specs import parse_lengths
 from wsbatch_bench.load.summary import parse_goodput, summarise
 from wsbatch_bench.load.target import open_websocket_target
+from wsbatch_bench.load.trace import draw_trace
 from wsbatch_bench.sweep.stage import open_virtual_target, run_virtual
 
 from .harness import COSTS, load, short_trace, stall_once
@@ -88,7 +91,7 @@ def test_answers_of_one_token_have_no_time_per_token() -> None:
     summary = summarise(run, goodput=parse_goodput(["tpot:50"]))
     assert (summary.tpot.p50, summary.tpot_undefined) == (pytest.approx(0.1), 8)
     assert summary.goodput == pytest.approx(8 / summary.duration_s)  # nothing of theirs can be late
-    assert "leaves out 8 of 10 answers" in "\n".join(summary_lines(summary, offered=""))
+    assert "leaves out 8 of 10 answers" in "\n".join(summary_lines(run, summary))
     records = [record(index, float(index), tokens=1) for index in range(10)]
     records[9].failed("shed", 9.0)
     run = made_run(records)
@@ -120,7 +123,7 @@ def test_a_stall_within_answers_shows_between_tokens_where_the_time_per_token_hi
     assert before.itl.longest < 0.05
     assert after.itl.longest > 0.9
     assert after.tpot.p95.value < 0.1
-    line = next(line for line in summary_lines(after, offered="") if line.startswith("between tokens"))
+    line = next(line for line in summary_lines(stalled, after) if line.startswith("between tokens"))
     assert "longest 1,0" in line
     result = result_json(stalled, after, backend="wsbatch", model="m")
     assert result["max_itl_ms"] == pytest.approx(1000 * after.itl.longest)
@@ -143,11 +146,50 @@ def test_answers_out_of_the_prefix_cache_are_reported() -> None:
     assert warm.cache_hits == 20
     assert warm.cached_share > 0.9
     assert warm.ttft.p50 < cold.ttft.p50
-    assert "prefix cache: 20 of 20 answers" in "\n".join(summary_lines(warm, offered=""))
+    assert "prefix cache: 20 of 20 answers" in "\n".join(summary_lines(second, warm))
     rows = table([(name, result_json(run, summary, backend="wsbatch", model="m")) for name, run, summary in
                   (("cold", first, cold), ("warm", second, warm))])  # fmt: skip
     assert "prefix cache" not in rows[2]
     assert "of the prompt tokens from its prefix cache" in rows[3]
+
+
+def test_the_offered_load_is_what_was_sent_and_stands_beside_what_was_stated() -> None:
+    """Sixteen requests of the default seed at 1 a second: chance makes three quarters of it."""
+    trace = draw_trace(40, seed=0, prompts=parse_lengths("fixed:tokens=8"), outputs=parse_lengths("fixed:tokens=4"))
+    run = load(trace, 1.0, measured=16)
+    times = [planned.at_s for planned in islice(trace.schedule(1.0), 17)]
+    summary = summarise(run)
+    assert summary.offered.requests_per_s == pytest.approx(16 / (times[16] - times[0]))
+    assert summary.offered.requests_per_s < 0.9
+    assert summary.offered.prompt_tokens_per_s == pytest.approx(8 * summary.offered.requests_per_s)
+    assert summary.offered.output_tokens_per_s == pytest.approx(4 * summary.offered.requests_per_s)
+    (line,) = (line for line in summary_lines(run, summary) if line.startswith("offered"))
+    assert f"{summary.offered.requests_per_s:.3g} requests/s (stated: 1), " in line
+    head, _, row = table([("run", result_json(run, summary, backend="wsbatch", model="m"))])
+    assert f"| 1.0 | {summary.offered.requests_per_s:.3g} |" in row
+    assert "| stated rate | offered/s |" in head
+
+
+def test_a_closed_loop_offers_what_its_answers_let_it() -> None:
+    run = load(short_trace(40, "closed:clients=2,think_ms=100"), 1.0, warmup=10, measured=20)
+    summary = summarise(run)
+    first, after = run.records[10].scheduled_s, run.records[30].scheduled_s
+    assert summary.offered.requests_per_s == pytest.approx(20 / (after - first))
+    (line,) = (line for line in summary_lines(run, summary) if line.startswith("offered"))
+    assert "stated" not in line
+    assert "closed:clients=2" in line
+
+
+def test_a_trace_that_is_sent_over_and_over_says_so() -> None:
+    run = load(short_trace(5), 20.0, measured=30)
+    summary = summarise(run)
+    assert f", 5 requests, {len(run.records)} sent: over and over" in summary_lines(run, summary)[0]
+    assert (
+        "a trace of 5 requests, over and over"
+        in table([("run", result_json(run, summary, backend="wsbatch", model="m"))])[-1]
+    )
+    enough = load(short_trace(60), 20.0, measured=30)
+    assert "over and over" not in summary_lines(enough, summarise(enough))[0]
 
 
 def test_a_late_client_or_a_count_that_differs_makes_it_invalid() -> None:
@@ -203,7 +245,7 @@ def test_the_report_says_what_is_wrong() -> None:
     records = [record(index, float(index)) for index in range(10)]
     records[4].failed("shed", 4.0)
     run = made_run(records, totals=ServerTotals(generation_tokens=99))
-    text = "\n".join(summary_lines(summarise(run), offered="1 requests/s"))
+    text = "\n".join(summary_lines(run, summarise(run)))
     assert "answered 9, shed 1" in text
     assert "∞" in text
     assert "INVALID" in text
@@ -233,6 +275,8 @@ def test_server_totals_are_read_by_name_and_subtracted() -> None:
 
 class MergingClient:
     """A client whose server has merged three tokens into one frame."""
+
+    lost = False
 
     class hello:  # noqa: N801
         model = "merged"

@@ -122,6 +122,34 @@ def test_a_foreign_trace_replays_in_its_own_time_and_rescales(tmp_path: Path) ->
     assert [planned.at_s for planned in islice(trace.schedule(4.0), 3)] == pytest.approx([0, 0.1, 0.5])
 
 
+def test_a_trace_whose_times_are_all_equal_comes_at_once(tmp_path: Path) -> None:
+    """It was said to offer 1 request a second, and to come 30 at a time."""
+    path = tmp_path / "equal.jsonl"
+    path.write_text(30 * (json.dumps({"at_s": 7.5, "prompt_tokens": 5, "output_tokens": 7}) + "\n"))
+    trace = load_trace(path)
+    assert trace.at_once
+    assert trace.natural_rate == inf
+    assert trace.offered(inf, 0, 30).requests_per_s == inf
+    assert [planned.at_s for planned in islice(trace.schedule(inf), 30)] == [0.0] * 30
+    with pytest.raises(ValueError, match="a rate of 2 requests/s: all times of the trace are equal"):
+        trace.schedule(2.0)
+    trace.save(tmp_path / "saved.jsonl")
+    json.loads((tmp_path / "saved.jsonl").read_text().splitlines()[0], parse_constant=pytest.fail)
+    assert load_trace(tmp_path / "saved.jsonl") == trace
+    assert not draw_trace(5, parse_arrivals("closed:clients=2")).at_once
+
+
+def test_what_is_offered_is_counted_from_the_schedule() -> None:
+    trace = draw_trace(100, parse_arrivals("constant"), seed=3)
+    offered = trace.offered(4.0, 20, 50)
+    assert offered.requests_per_s == pytest.approx(4)
+    entries = trace.entries[20:70]
+    assert offered.prompt_tokens_per_s == pytest.approx(4 * fmean(entry.prompt_tokens for entry in entries))
+    assert offered.output_tokens_per_s == pytest.approx(4 * fmean(entry.output_tokens for entry in entries))
+    chance = {round(draw_trace(40, seed=seed).offered(1.0, 0, 16).requests_per_s, 2) for seed in range(12)}
+    assert min(chance) < 0.85 < 1.15 < max(chance)
+
+
 @pytest.mark.parametrize(
     "line",
     [

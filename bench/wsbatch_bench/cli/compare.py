@@ -56,12 +56,14 @@ def table(results: list[tuple[str, dict[str, Any]]]) -> list[str]:
     """Markdown lines; raises KeyError for a result that `load` did not write."""
     first = results[0][1]["wsbatch"]["trace_sha256"]
     lines = [
-        "| " + " | ".join(["result", "server", "rate", *_COLUMNS, "answered", "notes"]) + " |",
-        "|---|---" + "|--:" * (len(_COLUMNS) + 2) + "|---|",
+        "| " + " | ".join(["result", "server", "stated rate", "offered/s", *_COLUMNS, "answered", "notes"]) + " |",
+        "|---|---" + "|--:" * (len(_COLUMNS) + 3) + "|---|",
     ]
     for name, result in results:
         own = result["wsbatch"]
+        offered = own["offered"]["requests_per_s"]
         cells = [name, result["backend"], str(result["request_rate"])]
+        cells.append("at once" if offered is None else f"{offered:.3g}")
         cells += [_cell(result, key) for key in _COLUMNS.values()]
         notes = _notes(own, result["completed"]) + ([] if own["trace_sha256"] == first else ["another trace"])
         cells += [f"{result['completed']}/{own['sent']}", "; ".join(notes)]
@@ -87,6 +89,8 @@ def _notes(own: dict[str, Any], completed: int) -> list[str]:
         notes.append(f"{own['tpot_undefined']} of {completed} answers have no time per token")
     if own["tpot_estimated"]:
         notes.append("chunks of several tokens, nobody says how many")
+    if own["sent_in_all"] > own["trace_requests"]:
+        notes.append(f"a trace of {own['trace_requests']} requests, over and over")
     if own["cache_hits"]:
         notes.append(f"{own['cached_share']:.0%} of the prompt tokens from its prefix cache")
     return notes

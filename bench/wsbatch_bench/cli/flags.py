@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import secrets
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from wsbatch_bench.numbers import BATCH, SEED, Number, numbers
 from wsbatch_bench.sweep.setting import Costs, parse_costs, same_for_both
 
 _MOST_REQUESTS = 1_000_000
+_DRAWN_SEEDS = 1_000_000_000  # short enough to be typed again
 THREADS = Number(1, 4096, whole=True)
 JOBS = Number(1, 1024, whole=True)
 
@@ -63,19 +65,31 @@ def sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(size) for size in numbers(BATCH)(text)}))
 
 
-def add_workload(parser: argparse.ArgumentParser, *, measured: int) -> None:
-    """Add the flags of one workload."""
-    group = add_requests(parser, measured=measured)
-    group.add_argument("--arrivals", default="poisson", metavar="SPEC", help="default: %(default)s")
-    group.add_argument("--burstiness", metavar="X", help="short for --arrivals gamma:burstiness=X")
-    group.add_argument("--trace", type=Path, metavar="FILE", help="replay this JSONL trace instead")
+class _Given(argparse.Action):
+    """Stores the value, and that the flag was given: `--trace` contradicts it."""
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: object, option_string: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.given = [*getattr(namespace, "given", []), option_string]
 
 
-def add_requests(parser: argparse.ArgumentParser, *, measured: int) -> argparse._ArgumentGroup:
+def add_workload(parser: argparse.ArgumentParser, *, measured: int, seed: int | None = 0) -> None:
+    """Add the flags of one workload. `seed` is the default; None draws one for each run."""
+    group = add_requests(parser, measured=measured, seed=seed)
+    group.add_argument("--arrivals", action=_Given, default="poisson", metavar="SPEC", help="default: %(default)s")
+    group.add_argument("--burstiness", action=_Given, metavar="X", help="short for --arrivals gamma:burstiness=X")
+    group.add_argument(
+        "--trace", type=Path, metavar="FILE", help="replay this JSONL trace instead; from its beginning once it ends"
+    )
+
+
+def add_requests(parser: argparse.ArgumentParser, *, measured: int, seed: int | None = 0) -> argparse._ArgumentGroup:
     """Add the flags that say what the requests are, and how many, but not when they come."""
     group = parser.add_argument_group("workload")
-    group.add_argument("--prompt-lengths", default=DEFAULT_PROMPTS, metavar="SPEC", help="default: %(default)s")
-    group.add_argument("--output-lengths", default=DEFAULT_OUTPUTS, metavar="SPEC", help="default: %(default)s")
+    for name, default in (("--prompt-lengths", DEFAULT_PROMPTS), ("--output-lengths", DEFAULT_OUTPUTS)):
+        group.add_argument(name, action=_Given, default=default, metavar="SPEC", help="default: %(default)s")
     group.add_argument(
         "--num-prompts",
         type=Number(1, _MOST_REQUESTS, whole=True).flag,
@@ -89,7 +103,11 @@ def add_requests(parser: argparse.ArgumentParser, *, measured: int) -> argparse.
         metavar="N",
         help="requests before the measured ones, under the same load (default: a fifth of them; 0 at an infinite rate)",
     )
-    group.add_argument("--seed", type=SEED.flag, default=0, metavar="N", help="default: %(default)s")
+    drawn = "drawn for each run, and printed, so that no server knows its prompts"
+    group.add_argument(
+        "--seed", action=_Given, type=SEED.flag, default=seed, metavar="N",
+        help=f"of all that is drawn (default: {drawn if seed is None else seed})",
+    )  # fmt: skip
     return group
 
 
@@ -131,14 +149,23 @@ def span(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 48 * 3600 else f"{seconds / 86_400:,.0f} days"
 
 
-def read_trace(arguments: argparse.Namespace) -> Trace:
-    """The trace that the flags ask for. Raises ValueError or OSError."""
+def read_trace(arguments: argparse.Namespace, *, rescaled: bool = True) -> Trace:
+    """The trace that the flags ask for; `rescaled` where it is to be sent at rates of its reader's.
+
+    Raises ValueError, also for flags that contradict each other, or OSError.
+    """
+    given = getattr(arguments, "given", [])
     if arguments.trace is not None:
-        return load_trace(arguments.trace)
+        if given:
+            raise ValueError(f"--trace with {', '.join(given)}: the trace says that already")
+        trace = load_trace(arguments.trace)
+        if rescaled and trace.at_once:
+            raise ValueError(f"{arguments.trace}: all times are equal: it comes at once and has no rate to change")
+        return trace
     arrivals = arguments.arrivals
     if arguments.burstiness is not None:
-        if arrivals != "poisson":
-            raise ValueError("--burstiness goes with no --arrivals: it is one")
+        if "--arrivals" in given:
+            raise ValueError("--burstiness with --arrivals: it is one")
         arrivals = f"gamma:burstiness={arguments.burstiness}"
     return draw_trace(
         # Some more than measured: the cool-down uses them before the trace begins anew.
@@ -146,7 +173,7 @@ def read_trace(arguments: argparse.Namespace) -> Trace:
         parse_arrivals(arrivals),
         prompts=parse_lengths(arguments.prompt_lengths),
         outputs=parse_lengths(arguments.output_lengths),
-        seed=arguments.seed,
+        seed=secrets.randbelow(_DRAWN_SEEDS) if arguments.seed is None else arguments.seed,
     )
 
 

@@ -76,7 +76,7 @@ def add_command(commands: Commands) -> None:
         metavar="R",
         help="requests a second; inf sends all at once (default: inf, or the trace's own rate)",
     )
-    add_workload(parser, measured=200)
+    add_workload(parser, measured=200, seed=None)
     group = parser.add_argument_group("measuring")
     group.add_argument("--slo", metavar="SLO", help="judge the run by these conditions; as `choose` takes them")
     group.add_argument(
@@ -123,10 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
     except Unreachable as error:
         return _complain(error, 1)
     summary = summarise(done, goodput=job.goodput, max_lag_s=arguments.max_lag_ms / 1000)
-    closed = plan.trace.closed
-    offered = f"{plan.rate:g} requests/s, {plan.trace.arrivals}" if closed is None else plan.trace.arrivals
-    print(f"trace                sha256 {plan.trace.sha256[:16]}…, seed {plan.trace.seed}")
-    print("\n".join([*summary_lines(summary, offered=offered), *_notes(done, target)]))
+    print("\n".join([*summary_lines(done, summary), *_notes(done, target)]))
     if arguments.save_result:
         _save(arguments, done, result_json(done, summary, backend=target.backend, model=target.model))
     return _status(done, summary, _judge(job.slo, summary, plan.rate))
@@ -134,7 +131,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(arguments: argparse.Namespace) -> _Job:
     """Raises ValueError or OSError."""
-    trace = read_trace(arguments)
+    trace = read_trace(arguments, rescaled=arguments.request_rate not in (None, inf))
+    if arguments.request_rate is not None and trace.closed is not None:
+        raise ValueError(f"--request-rate with arrivals {trace.arrivals}: its answers set the pace")
     rate = arguments.request_rate or trace.natural_rate or inf
     job = _Job(
         LoadPlan(

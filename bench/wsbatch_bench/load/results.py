@@ -8,9 +8,10 @@ from math import isfinite, isinf, isnan
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from wsbatch_bench.load.generator import LoadRun
+from wsbatch_bench.load.generator import LoadPlan, LoadRun
 from wsbatch_bench.load.record import TTFT_PARTS
 from wsbatch_bench.load.summary import Gaps, Latency, Summary
+from wsbatch_bench.load.trace import Offered
 from wsbatch_bench.quantiles import observed_quantile
 
 
@@ -21,12 +22,15 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1000:,.0f}" if seconds >= 0.1 else f"{seconds * 1000:.1f}"
 
 
-def summary_lines(summary: Summary, *, offered: str) -> list[str]:
+def summary_lines(run: LoadRun, summary: Summary) -> list[str]:
     """The report of one run."""
+    trace = run.plan.trace
+    rounds = "" if len(run.records) <= len(trace.entries) else f", {len(run.records)} sent: over and over"
     lines = [
+        f"trace                sha256 {trace.sha256[:16]}…, seed {trace.seed}, {len(trace.entries)} requests{rounds}",
         f"measured requests    {summary.sent}, answered {summary.completed}"
         + "".join(f", {code} {count}" for code, count in sorted(summary.errors.items())),
-        f"offered              {offered}",
+        f"offered              {_offered(run.plan, summary.offered)}",
         f"throughput           {summary.request_throughput:.3g} requests/s, {summary.output_throughput:,.1f} output "
         f"tokens/s over {summary.duration_s:.1f} s",
     ]
@@ -70,6 +74,17 @@ def summary_lines(summary: Summary, *, offered: str) -> list[str]:
         *(f"INVALID              {reason}" for reason in summary.invalid),
     ]
     return lines
+
+
+def _offered(plan: LoadPlan, offered: Offered) -> str:
+    """What was asked for, beside what was stated."""
+    if isinf(offered.requests_per_s) and not plan.trace.closed:
+        return f"all at once: {offered.requests} requests"
+    stated = "" if plan.trace.closed else f" (stated: {plan.rate:g})"
+    return (
+        f"{offered.requests_per_s:.3g} requests/s{stated}, {offered.prompt_tokens_per_s:,.0f} prompt + "
+        f"{offered.output_tokens_per_s:,.0f} output tokens/s; {plan.trace.arrivals}"
+    )
 
 
 def _latency(name: str, latency: Latency, *, about: str = "") -> str:
@@ -151,6 +166,7 @@ def result_json(run: LoadRun, summary: Summary, *, backend: str, model: str, dat
         "seed": run.plan.trace.seed,
         "warmup": run.plan.warmup,
         "sent_in_all": len(run.records),
+        "trace_requests": len(run.plan.trace.entries),
         "machine": f"{platform.machine()} {platform.system()}, Python {platform.python_version()}",
     }
     return plain(result)

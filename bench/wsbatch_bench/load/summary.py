@@ -8,6 +8,7 @@ from statistics import fmean
 
 from wsbatch_bench.load.generator import TIMED_OUT, LoadRun
 from wsbatch_bench.load.record import TTFT_PARTS, Record
+from wsbatch_bench.load.trace import Offered, Planned, offered_by
 from wsbatch_bench.quantiles import Interval, observed_quantile, quantile_interval, share_bounds
 from wsbatch_bench.stability import Stability, judge
 
@@ -56,6 +57,7 @@ class Summary:
     """One run's figures. Times in seconds, rates per second.
 
     Attributes:
+        offered: what the measured requests asked for, from the schedule as it was; in a closed loop as it came about.
         sent: measured requests; `completed` of them were answered, `errors` says what became of the others.
         duration_s: of the window, from the first measured request's scheduled time to the end of the last one.
         request_throughput, output_throughput: answered ones of the measured, and their tokens, over `duration_s`.
@@ -74,6 +76,7 @@ class Summary:
         invalid: reasons not to believe the run; empty for a valid one.
     """
 
+    offered: Offered
     sent: int
     completed: int
     errors: dict[str, int]
@@ -123,6 +126,7 @@ def summarise(run: LoadRun, *, goodput: dict[str, float] | None = None, max_lag_
     window = run.window_totals
     last_scheduled_s = end_s if run.stopped_early else max((record.scheduled_s for record in measured), default=end_s)
     return Summary(
+        offered=_offered(run),
         sent=len(measured),
         completed=len(answered),
         errors=dict(Counter(record.error for record in measured if record.error is not None)),
@@ -155,6 +159,15 @@ def summarise(run: LoadRun, *, goodput: dict[str, float] | None = None, max_lag_
         stopped_early=run.stopped_early,
         invalid=tuple(_doubts(run, client_tokens, max_lag_s)),
     )
+
+
+def _offered(run: LoadRun) -> Offered:
+    plan, count = run.plan, len(run.measured)
+    if count and plan.trace.closed is None:
+        return plan.trace.offered(plan.rate, plan.warmup, count)
+    sent = sorted((each for each in run.records if each.index >= plan.warmup), key=lambda each: each.scheduled_s)
+    planned = [Planned(each.index, each.scheduled_s, each.prompt_tokens, each.output_tokens) for each in sent]
+    return offered_by(planned[: count + 1])
 
 
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:

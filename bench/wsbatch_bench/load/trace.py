@@ -3,10 +3,10 @@
 import hashlib
 import json
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from math import isinf
+from math import inf, isinf
 from operator import itemgetter
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from wsbatch_bench.numbers import RATE, SEED, TOKENS, Number
 _FORMAT = "wsbatch-trace-1"
 _TIME = Number(-1e12, 1e12)  # seconds, perhaps since 1970; or mean gaps
 _OFFSET_S = Number(0, 86_400)
+_OWN_RATE = replace(RATE, infinite=True)
 # Prompt ids: printable ASCII in byte-level vocabularies, no special token in any.
 _PROMPT_IDS = range(32, 127)
 
@@ -48,6 +49,16 @@ class Planned:
     output_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """What a stretch of a schedule asks for: its requests, and per second; infinite where they come all at once."""
+
+    requests: int
+    requests_per_s: float
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+
+
 @dataclass(frozen=True)
 class Trace:
     """Entries, and how they were made.
@@ -57,7 +68,8 @@ class Trace:
         prompts: the spec of the prompt lengths; likewise for `outputs`.
         seed: of everything that was drawn, and of the prompts' contents.
         entries: in the order in which they were drawn.
-        natural_rate: requests a second of a replayed trace; None where a rate must be given.
+        natural_rate: requests a second of a replayed trace; infinite where all of its times are equal; None where a
+            rate must be given.
     """
 
     arrivals: str
@@ -73,6 +85,12 @@ class Trace:
         return None if self.arrivals == "replay" else parse_arrivals(self.arrivals).closed
 
     @property
+    def at_once(self) -> bool:
+        """Whether all of several requests come at one time, so that there is no rate to change."""
+        times = {(entry.unit, entry.offset_s) for entry in self.entries}
+        return self.closed is None and len(self.entries) > 1 and len(times) == 1
+
+    @property
     def sha256(self) -> str:
         """Of the saved file's bytes."""
         return hashlib.sha256(self._text().encode()).hexdigest()
@@ -85,10 +103,19 @@ class Trace:
     def schedule(self, rate: float) -> Iterator[Planned]:
         """Its requests at `rate` a second, by time, without end: after the last entry the trace begins anew.
 
-        At an infinite rate everything comes at once.
+        At an infinite rate everything comes at once. Raises ValueError for any other where all times are equal.
         """
         if isinf(rate):
-            yield from (_planned(index, 0.0, entry) for index, entry in enumerate(cycle(self.entries)))
+            return (_planned(index, 0.0, entry) for index, entry in enumerate(cycle(self.entries)))
+        if self.at_once:
+            raise ValueError(f"a rate of {rate:g} requests/s: all times of the trace are equal, it comes at once")
+        return self._rescaled(rate)
+
+    def offered(self, rate: float, first: int, count: int) -> Offered:
+        """What `count` requests of the schedule, from `first` on, ask for: over the time until the next one's."""
+        return offered_by(list(islice(self.schedule(rate), first, first + count + 1)))
+
+    def _rescaled(self, rate: float) -> Iterator[Planned]:
         # One mean gap after the last: the rate stays what it is across the seam.
         period_s = (max(entry.unit for entry in self.entries) + 1) / rate
         timed = sorted(((entry.unit / rate + entry.offset_s, entry) for entry in self.entries), key=itemgetter(0))
@@ -100,8 +127,11 @@ class Trace:
             start_s += period_s
 
     def prompt_ids(self, index: int, tokens: int) -> tuple[int, ...]:
-        """The prompt of request `index`: of exactly this length, and sharing no prefix with another's."""
-        return tuple(random.Random(f"{self.seed}/{index}").choices(_PROMPT_IDS, k=tokens))
+        """The prompt of request `index`: of exactly this length, and sharing no prefix with one of another.
+
+        Not with another index's, nor with that of the same index in another length: no server finds it in its cache.
+        """
+        return tuple(random.Random(f"{self.seed}/{index}/{tokens}").choices(_PROMPT_IDS, k=tokens))
 
     def _text(self) -> str:
         head = {
@@ -110,7 +140,7 @@ class Trace:
             "prompts": self.prompts,
             "outputs": self.outputs,
             "seed": self.seed,
-            "natural_rate": self.natural_rate,
+            "natural_rate": "inf" if self.natural_rate == inf else self.natural_rate,
         }
         lines = [head, *({name: getattr(entry, name) for name in Entry.__slots__} for entry in self.entries)]
         return "".join(json.dumps(line) + "\n" for line in lines)
@@ -171,13 +201,21 @@ def load_trace(path: Path) -> Trace:
         return _saved(path, head, tuple(entries))
     # Seconds become mean gaps, so that a foreign trace can be rescaled like any other.
     first_s, last_s = min(times), max(times)
-    rate = (len(times) - 1) / (last_s - first_s) if last_s > first_s else 1.0
-    RATE.check(f"{path}: the trace's own rate", rate)
+    rate = (len(times) - 1) / (last_s - first_s) if last_s > first_s else inf
+    _OWN_RATE.check(f"{path}: the trace's own rate", rate)
     unified = tuple(
-        Entry((at_s - first_s) * rate, 0.0, entry.prompt_tokens, entry.output_tokens)
+        Entry((at_s - first_s) * rate if last_s > first_s else 0.0, 0.0, entry.prompt_tokens, entry.output_tokens)
         for at_s, entry in zip(times, entries, strict=True)
     )
     return Trace("replay", str(path), str(path), 0, unified, rate)
+
+
+def offered_by(stretch: Sequence[Planned]) -> Offered:
+    """What all but the last of these ask for, over the time until the last one: so many gaps as requests."""
+    requests = stretch[:-1]
+    span_s = stretch[-1].at_s - stretch[0].at_s if requests else 0.0
+    sums = (len(requests), sum(each.prompt_tokens for each in requests), sum(each.output_tokens for each in requests))
+    return Offered(len(requests), *(value / span_s if span_s > 0 else inf for value in sums))
 
 
 def _planned(index: int, at_s: float, entry: Entry) -> Planned:
@@ -196,7 +234,7 @@ def _saved(path: Path, head: dict[str, object], entries: tuple[Entry, ...]) -> T
             str(head["outputs"]),
             int(SEED.check("seed", head["seed"])),
             entries,
-            None if rate is None else RATE.check("natural_rate", rate),
+            None if rate is None else inf if rate == "inf" else RATE.check("natural_rate", rate),
         )
     except (ValueError, KeyError) as error:
         raise ValueError(f"{path}, line 1: not the head of a trace ({type(error).__name__}: {error})") from None
