@@ -102,6 +102,12 @@ def test_prompts_are_exact_repeatable_and_share_no_prefix() -> None:
     assert one[:16] != other[:16]
 
 
+def test_a_prompt_of_another_length_shares_no_prefix() -> None:
+    trace = draw_trace(3, seed=1)
+    heads = {trace.prompt_ids(7, tokens)[:4] for tokens in range(16, 80)}
+    assert len(heads) > 60  # of 64: four tokens of 95 kinds are rarely alike
+
+
 def test_a_saved_trace_is_the_same_trace(tmp_path: Path) -> None:
     trace = draw_trace(30, parse_arrivals("bursts:k=3,spread_ms=5"), seed=4)
     digest = trace.save(tmp_path / "trace.jsonl")
