@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,13 +11,23 @@ from lab_tools.limits import ModelSizes, limit_s, measure_machine
 from lab_tools.script import run_script, script_parser
 from wsbatch.cli.parsing import say_error
 from wsbatch.engine.open import make_scheduler
-from wsbatch_bench.cli.flags import WORKLOAD_HELP, add_model_flags, add_workload, engine_config, read_costs, read_trace
+from wsbatch_bench.cli.flags import (
+    WORKLOAD_HELP,
+    add_model_flags,
+    add_sampling,
+    add_workload,
+    engine_config,
+    read_costs,
+    read_sampling,
+    read_trace,
+)
 from wsbatch_bench.load.trace import Trace
-from wsbatch_bench.steps.bare_loop import BareModel, LoopRequest, LoopRun, load_bare, run_loop
-from wsbatch_bench.steps.engine_run import run_engine
+from wsbatch_bench.sampling import GREEDY, shown
+from wsbatch_bench.steps.bare_loop import BareModel, LoopRequest, LoopRun, load_bare, run_loop, sampled
+from wsbatch_bench.steps.engine_run import EngineRun, run_engine
 
 _DESCRIPTION = """\
-Run all requests at once, in this process: output tokens a second; where a step's time goes
+Run all requests at once, in this process, greedy and sampled in turn: output tokens a second; where a step's time goes
 (linears, attention, the head, the rest of the model; the scheduler; hand-over to the model's thread
 and delivery); and the limit that this machine's memory bandwidth and multiplication rate set.
 """
@@ -29,6 +39,16 @@ examples:
   python bench/lab/offline.py --model demo --dtype bfloat16 --scheduler dynamic --max-batch-size 32
 """
 
+_STEP_FIGURES = {
+    "with_prefill": "steps with prefill",
+    "with_prefill_s": "  seconds, decodes beside it included",
+    "ms_a_prompt_token": "  ms a prompt token",
+    "decode": "decode steps",
+    "decode_s": "  seconds",
+    "decode_alone": "  of one row",
+    "ms_a_step_alone": "  ms each",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """The command line; exits with its status."""
@@ -38,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--prefill-chunk-tokens", type=int, metavar="N", help="continuous: default: the server's")
     parser.add_argument("--runs", type=int, default=2, metavar="N", help="of the engine; the best counts (default: 2)")
     add_workload(parser, measured=64)
+    add_sampling(parser, beside=True)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument(
         "--workload-out", type=Path, metavar="FILE", help="write the prompts as JSON, for other programs"
@@ -66,12 +87,18 @@ def run(arguments: argparse.Namespace) -> int:
             **chunk,
         )
         bare = load_bare(config, costs=costs)
-        run_loop(bare.model, make_scheduler(config, now_s=0.0), requests[:4], clock=bare.clock)  # to warm up
-        bare.breakdown_ms()
-        loop = run_loop(bare.model, make_scheduler(config, now_s=0.0), requests, clock=bare.clock)
-        parts = {name: ms / 1000 for name, ms in bare.breakdown_ms().items()}
-        limit = _limit(bare, loop)
-        served = min(run_engine(config, requests, costs=costs, runs=arguments.runs), key=lambda each: each.total_s)
+        sampling = read_sampling(arguments)
+        workloads = {"greedy": requests} | (
+            {} if sampling == GREEDY else {shown(sampling): sampled(requests, sampling)}
+        )
+        loops = {}
+        for name, workload in workloads.items():
+            run_loop(bare.model, make_scheduler(config, now_s=0.0), workload[:4], clock=bare.clock)  # to warm up
+            bare.breakdown_ms()
+            loop = run_loop(bare.model, make_scheduler(config, now_s=0.0), workload, clock=bare.clock)
+            loops[name] = loop, {part: ms / 1000 for part, ms in bare.breakdown_ms().items()}
+        limit = _limit(bare, loops["greedy"][0])
+        runs = run_engine(config, [*workloads.values()] * arguments.runs, costs=costs)
     except (ValueError, OSError) as error:
         say_error("offline.py", error)
         return 2
@@ -82,7 +109,22 @@ def run(arguments: argparse.Namespace) -> int:
         "trace_sha256": trace.sha256,
         "requests": len(requests),
         "prompt_tokens": sum(len(request.prompt_ids) for request in requests),
-        "output_tokens": served.output_tokens,
+        "output_tokens": sum(request.output_tokens for request in requests),
+        "columns": {
+            name: _column(min(runs[index :: len(workloads)], key=lambda each: each.total_s), *loops[name])
+            for index, name in enumerate(workloads)
+        },
+        **limit,
+    }
+    print("\n".join(_lines(figures)))
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+def _column(served: EngineRun, loop: LoopRun, parts: dict[str, float]) -> dict[str, Any]:
+    """The figures of one way to choose tokens."""
+    return {
         "engine_s": served.total_s,
         "engine_tokens_per_s": served.output_tokens / served.total_s,
         "bare_loop_s": loop.total_s,
@@ -97,12 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
             "scheduler, hand-over and delivery": max(0.0, served.total_s - served.model_s),
         },
         "steps": _steps(loop),
-        **limit,
     }
-    print("\n".join(_lines(figures)))
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(figures, indent=1) + "\n")
-    return 0
 
 
 def _requests(trace: Trace, count: int) -> list[LoopRequest]:
@@ -143,37 +180,42 @@ def _steps(loop: LoopRun) -> dict[str, float]:
 
 
 def _lines(figures: dict[str, Any]) -> list[str]:
-    steps = figures["steps"]
+    columns: dict[str, dict[str, Any]] = figures["columns"]
+    greedy = columns["greedy"]
     lines = [
         figures["model"],
         f"{figures['requests']} requests at once: {figures['prompt_tokens']:,} prompt and {figures['output_tokens']:,} "
         f"output tokens; {figures['scheduler']}, at most {figures['max_batch_size']} rows",
         "",
-        f"engine     {figures['engine_tokens_per_s']:7.1f} output tokens/s ({figures['engine_s']:.2f} s)",
-        f"bare loop  {figures['bare_loop_tokens_per_s']:7.1f} output tokens/s ({figures['bare_loop_s']:.2f} s)",
+        _row("", list(columns)),
+        _row("engine, output tokens/s", [f"{each['engine_tokens_per_s']:.1f}" for each in columns.values()]),
+        _row("bare loop, output tokens/s", [f"{each['bare_loop_tokens_per_s']:.1f}" for each in columns.values()]),
+        _row("engine, to greedy", [f"{greedy['engine_s'] / each['engine_s']:.2f}" for each in columns.values()]),
     ]
     if "limit_s" in figures:
         lines.append(
-            f"limit      {figures['limit_tokens_per_s']:7.1f} output tokens/s, from {figures['read_gb_per_s']:.1f} "
+            f"limit {figures['limit_tokens_per_s']:.1f} output tokens/s, from {figures['read_gb_per_s']:.1f} "
             f"GB/s and {figures['gemm_gflops']:.0f} GFLOP/s measured here: the engine reaches "
-            f"{figures['limit_s'] / figures['engine_s']:.0%}"
+            f"{figures['limit_s'] / greedy['engine_s']:.0%}, greedy"
         )
-    lines += [
-        "",
-        f"steps with prefill  {steps['with_prefill']:5} in {steps['with_prefill_s']:.2f} s, "
-        f"{steps['ms_a_prompt_token']:.2f} ms a prompt token (decodes beside it included)",
-        f"decode steps        {steps['decode']:5} in {steps['decode_s']:.2f} s",
-    ]
-    if steps["decode_alone"]:
-        lines.append(f"  of them alone     {steps['decode_alone']:5}, {steps['ms_a_step_alone']:.2f} ms each")
     lines.append("")
+    for name, unit in _STEP_FIGURES.items():
+        values = [each["steps"][name] for each in columns.values()]
+        if not any(map(isnan, values)):
+            lines.append(_row(unit, [f"{value:,}" if isinstance(value, int) else f"{value:.2f}" for value in values]))
     for whole, parts, name in (
         ("engine_s", "engine_parts_s", "of the engine's time"),
         ("bare_loop_s", "bare_loop_parts_s", "of the bare loop's"),
     ):
-        lines.append(f"{name:36} {figures[whole]:8.2f} s")
-        lines += [f"  {part:34} {value:8.2f} s {value / figures[whole]:6.1%}" for part, value in figures[parts].items()]
+        lines += ["", _row(name, [f"{each[whole]:.2f} s" for each in columns.values()])]
+        for part in greedy[parts]:
+            shares = [(each[parts][part], each[parts][part] / each[whole]) for each in columns.values()]
+            lines.append(_row(f"  {part}", [f"{seconds:.2f} s {share:6.1%}" for seconds, share in shares]))
     return lines
+
+
+def _row(name: str, cells: Sequence[str]) -> str:
+    return f"{name:36}" + "".join(f"{cell:>28}" for cell in cells)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             if not simulated:
                 # The first run warms up, the second counts.
                 config = engine_config(arguments, max_batch_size=arguments.clients, max_wait_ms=200.0)
-                last = run_engine(config, requests, costs=read_costs(arguments)[arguments.scheduler], runs=2)[-1]
+                last = run_engine(config, [requests] * 2, costs=read_costs(arguments)[arguments.scheduler])[-1]
                 alone.append(last.output_tokens / last.total_s)
                 line += f"   in process {alone[-1]:9.1f}   ratio {served[-1].tokens_per_s / alone[-1]:.3f}"
             print(line, flush=True)

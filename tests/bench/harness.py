@@ -7,11 +7,13 @@ import trio
 
 from wsbatch.batching.costs import CostModel
 from wsbatch.config import EngineConfig
+from wsbatch.messages import SamplingParams
 from wsbatch.steps import StepPlan, StepResult
 from wsbatch.testing import VirtualWorker
 from wsbatch_bench.load.generator import LoadPlan, LoadRun, run_load
 from wsbatch_bench.load.specs import parse_arrivals, parse_lengths
 from wsbatch_bench.load.trace import Trace, draw_trace
+from wsbatch_bench.sampling import GREEDY
 from wsbatch_bench.sweep.cell import CellResult
 from wsbatch_bench.sweep.stage import open_virtual_target, run_virtual
 
@@ -36,6 +38,7 @@ def load(
     warmup: int = 0,
     measured: int | None = None,
     stop_unstable: bool = False,
+    sampling: SamplingParams = GREEDY,
     costs: CostModel = COSTS,
     prepare: Callable[[VirtualWorker], None] = lambda worker: None,
     **config: object,
@@ -52,6 +55,7 @@ def load(
                 warmup=warmup,
                 measured=measured or len(trace.entries) - warmup,
                 stop_unstable=stop_unstable,
+                sampling=sampling,
             )
             return await run_load(target, plan)
 

@@ -10,9 +10,12 @@ from stall import StallPoint, measure_stall
 from wsbatch.batching.costs import CostModel
 from wsbatch.config import EngineConfig
 from wsbatch.engine.open import make_scheduler
+from wsbatch.messages import SamplingParams
 from wsbatch.model.simulated import SimulatedModel
+from wsbatch.steps import PagedStep, StepPlan, StepResult
 from wsbatch_bench.load.specs import parse_lengths
 from wsbatch_bench.load.trace import draw_trace
+from wsbatch_bench.sampling import GREEDY
 from wsbatch_bench.steps.bare_loop import LoopRequest, SteppedModel, run_loop
 from wsbatch_bench.steps.engine_run import run_engine
 from wsbatch_bench.steps.scaling import Scaling, StepSample, batch_requests, draw_scaling, fit_steps, measure_scaling
@@ -85,7 +88,10 @@ def test_measured_waste_matches_theory() -> None:
 
 
 def scaling(scheduler: str, costs: CostModel = COSTS) -> Scaling:
-    model = stepped(costs)
+    return scalings(scheduler, stepped(costs), [GREEDY])[0]
+
+
+def scalings(scheduler: str, model: SteppedModel, samplings: list[SamplingParams]) -> list[Scaling]:
     return measure_scaling(
         model,
         lambda size: make_scheduler(Setting(scheduler, size).config(), now_s=0.0),
@@ -95,7 +101,34 @@ def scaling(scheduler: str, costs: CostModel = COSTS) -> Scaling:
         rounds=2,
         clock=model.clock,
         make_prompt=PROMPTS,
+        samplings=samplings,
     )
+
+
+class DearSampling(SteppedModel):
+    """A row whose token is drawn costs 2 ms more; the seeds are kept."""
+
+    def __init__(self) -> None:
+        super().__init__(SimulatedModel(COSTS))
+        self.seeds: set[int | None] = set()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert isinstance(plan, PagedStep)
+        drawn = [row.sampling for row in plan.rows if row.sampling is not None and row.sampling.temperature]
+        self.seeds |= {sampling.seed for sampling in drawn}
+        self._now_s += 0.002 * len(drawn)
+        return super().run(plan)
+
+
+def test_sampled_steps_are_measured_beside_greedy_ones() -> None:
+    model = DearSampling()
+    greedy, sampled = scalings("continuous", model, [GREEDY, SamplingParams(temperature=0.7, top_p=0.9)])
+    assert greedy.fit.costs.alpha_s == pytest.approx(0.001)
+    assert sampled.fit.costs.alpha_s == pytest.approx(
+        0.003, rel=0.02
+    )  # the first tokens, in prefill steps, are drawn, too
+    assert [point.step_s for point in sampled.points] == pytest.approx([0.013, 0.016, 0.022, 0.034, 0.058])
+    assert model.seeds == set(range(16))  # each row's own, and the same every time
 
 
 @pytest.mark.parametrize("scheduler", ["dynamic", "continuous"])
@@ -119,7 +152,7 @@ def test_scaling_finds_the_costs_that_were_put_in(scheduler: str) -> None:
 def test_the_servers_own_loop_gives_the_same_tokens(scheduler: str) -> None:
     curve = scaling(scheduler)
     config = Setting(scheduler, 16, 60_000.0 if scheduler == "dynamic" else 0.0).config(model="simulated")
-    (served,) = run_engine(config, batch_requests(16, 16, 8, PROMPTS), costs=COSTS)
+    (served,) = run_engine(config, [batch_requests(16, 16, 8, PROMPTS)], costs=COSTS)
     assert served.outputs == curve.outputs[16]
     assert served.output_tokens == 128
     assert 0 < served.model_s <= served.total_s

@@ -45,12 +45,14 @@ def test_offline_fills_every_dynamic_batch_and_its_parts_are_of_their_own_time(t
     assert run("offline", *argv) == 0
     figures = json.loads(out.read_text())
     hold_s = 0.010 + 0.001 * count
-    assert figures["steps"]["with_prefill"] == -(-count // 8)
-    assert figures["engine_s"] == pytest.approx(figures["bare_loop_s"])
-    assert figures["engine_s"] > 10 * hold_s
-    for whole in ("bare_loop", "engine"):
-        assert sum(figures[f"{whole}_parts_s"].values()) == pytest.approx(figures[f"{whole}_s"])
-        assert min(figures[f"{whole}_parts_s"].values()) >= 0
+    assert list(figures["columns"]) == ["greedy", "temperature 0.7, top_p 0.9"]
+    for column in figures["columns"].values():
+        assert column["steps"]["with_prefill"] == -(-count // 8)
+        assert column["engine_s"] == pytest.approx(column["bare_loop_s"])
+        assert column["engine_s"] > 10 * hold_s
+        for whole in ("bare_loop", "engine"):
+            assert sum(column[f"{whole}_parts_s"].values()) == pytest.approx(column[f"{whole}_s"])
+            assert min(column[f"{whole}_parts_s"].values()) >= 0
 
 
 def test_stall_prints_a_line_for_each_chunk(capsys: pytest.CaptureFixture[str]) -> None:

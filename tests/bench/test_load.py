@@ -1,5 +1,6 @@
 """The load generator over the whole server, in virtual time: what it sends, what it counts, what it notices."""
 
+from functools import partial
 from itertools import islice
 from math import inf, isfinite
 
@@ -7,6 +8,8 @@ import pytest
 import trio
 
 from wsbatch.batching.costs import CostModel
+from wsbatch.messages import SamplingParams
+from wsbatch.steps import PaddedStart, StepPlan, StepResult
 from wsbatch.testing import VirtualWorker
 from wsbatch_bench.load.generator import STOPPED
 from wsbatch_bench.quantiles import mean_interval, observed_quantile
@@ -86,6 +89,31 @@ def test_an_infinite_rate_sends_all_at_once() -> None:
     run = load(short_trace(12), inf)
     assert [record.sent_s for record in run.records] == [0.0] * 12
     assert all(record.ok for record in run.records)
+
+
+def test_sampled_requests_draw_their_tokens_and_a_second_run_draws_the_same() -> None:
+    asked: list[list[SamplingParams]] = [[], []]
+
+    def keep(worker: VirtualWorker, into: list[SamplingParams]) -> None:
+        step = worker.step
+
+        async def watched(plan: StepPlan) -> StepResult:
+            nonlocal into
+            if isinstance(plan, PaddedStart):
+                into += [row.sampling for row in plan.rows]
+            return await step(plan)
+
+        worker.step = watched  # type: ignore[method-assign]
+
+    for into in asked:
+        run = load(
+            short_trace(20), 20.0, sampling=SamplingParams(temperature=0.7, top_p=0.9), prepare=partial(keep, into=into)
+        )
+        assert all(record.ok and record.tokens == 5 for record in run.measured)
+    first, second = asked
+    assert {(each.temperature, each.top_p) for each in first} == {(0.7, 0.9)}
+    assert len({each.seed for each in first}) == len(first)
+    assert [each.seed for each in first] == [each.seed for each in second]
 
 
 def test_two_runs_of_one_cell_are_equal() -> None:

@@ -13,6 +13,7 @@ import tokenizers
 import trio
 from trio.testing import MockClock
 
+from wsbatch.messages import SamplingParams
 from wsbatch.testing import MemoryListener, MemoryStream
 from wsbatch_bench.cli import main as bench_main
 from wsbatch_bench.cli.calibrate import Calibration, load_calibration, measure_client
@@ -21,6 +22,7 @@ from wsbatch_bench.load.generator import LoadPlan, LoadRun, run_load
 from wsbatch_bench.load.openai_target import OpenAiTarget, TextPrompts
 from wsbatch_bench.load.results import result_json, summary_lines
 from wsbatch_bench.load.summary import summarise
+from wsbatch_bench.sampling import GREEDY
 from wsbatch_bench.sweep.setting import Setting
 from wsbatch_bench.sweep.stage import open_virtual_target, run_virtual
 
@@ -100,9 +102,9 @@ async def peer(answer: Answer, *, status: int = 200, **options: Any) -> AsyncIte
         nursery.cancel_scope.cancel()
 
 
-async def load(target: OpenAiTarget, *, output: int = 4) -> LoadRun:
+async def load(target: OpenAiTarget, *, output: int = 4, sampling: SamplingParams = GREEDY) -> LoadRun:
     trace = short_trace(6, "constant", output=output)
-    return await run_load(target, LoadPlan(trace=trace, rate=1.0, warmup=0, measured=6))
+    return await run_load(target, LoadPlan(trace=trace, rate=1.0, warmup=0, measured=6, sampling=sampling))
 
 
 @pytest.mark.parametrize("answer", [well_behaved, merging, by_characters])
@@ -211,6 +213,28 @@ async def test_fields_that_a_peer_refuses_are_left_out_and_others_added(autojump
     assert bodies[0]["prompt"] == list(short_trace(6).prompt_ids(0, 20))
 
 
+async def test_a_peer_is_asked_to_sample_as_the_load_does(autojump_clock: MockClock) -> None:
+    bodies: list[dict[str, object]] = []
+
+    def keep(body: dict[str, object]) -> list[bytes]:
+        bodies.append(body)
+        return well_behaved(body)
+
+    async with peer(keep) as target:
+        greedy = await load(target)
+        sampled = await load(target, sampling=SamplingParams(temperature=0.7, top_p=0.9))
+    assert bodies[0]["temperature"] == 0
+    assert "top_p" not in bodies[0]
+    assert (bodies[-1]["temperature"], bodies[-1]["top_p"]) == (0.7, 0.9)
+    assert len({body["seed"] for body in bodies[len(greedy.records) :]}) == len(sampled.records)
+    rows = table(
+        [(name, result_json(run, summarise(run), backend="openai", model="m")) for name, run in
+         (("one", greedy), ("other", sampled))]
+    )  # fmt: skip
+    assert "| one | openai | greedy |" in rows[2]
+    assert "| other | openai | temperature 0.7, top_p 0.9 |" in rows[3]
+
+
 @pytest.mark.parametrize("bos", [False, True])
 async def test_text_prompts_are_of_the_same_number_of_tokens(
     autojump_clock: MockClock, tmp_path: Path, bos: bool
@@ -281,7 +305,7 @@ def test_two_results_in_one_table() -> None:
     head, _, first, second = run_virtual(main)
     assert head.count("|") == first.count("|") == second.count("|")
     assert "another trace" not in first + second
-    assert "| peer | openai | 1.0 |" in first
+    assert "| peer | openai | greedy | 1.0 |" in first
 
 
 def test_a_client_is_not_asked_for_more_than_half_of_its_floor() -> None:

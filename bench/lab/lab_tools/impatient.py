@@ -66,7 +66,12 @@ class ImpatientTarget:
             if attempt:
                 await trio.sleep(2 * self.manners.pause_s * source.random())
             trial = Record(
-                record.index, record.prompt_tokens, record.output_tokens, record.scheduled_s, priority=record.priority
+                record.index,
+                record.prompt_tokens,
+                record.output_tokens,
+                record.scheduled_s,
+                priority=record.priority,
+                sampling=record.sampling,
             )
             with trio.move_on_after(self.manners.patience_s) as patience:
                 await self.target.send(trial, prompt_ids, start_s)

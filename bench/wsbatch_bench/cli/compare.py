@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from wsbatch.cli.parsing import Commands, add_parser, say_error
+from wsbatch_bench.sampling import shown_numbers
 
 _DESCRIPTION = """\
 Print the results that `load --save-result` wrote as one table (Markdown), for servers that were
@@ -56,13 +57,16 @@ def table(results: list[tuple[str, dict[str, Any]]]) -> list[str]:
     """Markdown lines; raises KeyError for a result that `load` did not write."""
     first = results[0][1]["wsbatch"]["trace_sha256"]
     lines = [
-        "| " + " | ".join(["result", "server", "stated rate", "offered/s", *_COLUMNS, "answered", "notes"]) + " |",
-        "|---|---" + "|--:" * (len(_COLUMNS) + 3) + "|---|",
+        "| "
+        + " | ".join(["result", "server", "sampling", "stated rate", "offered/s", *_COLUMNS, "answered", "notes"])
+        + " |",
+        "|---|---|---" + "|--:" * (len(_COLUMNS) + 3) + "|---|",
     ]
     for name, result in results:
         own = result["wsbatch"]
         offered = own["offered"]["requests_per_s"]
-        cells = [name, result["backend"], str(result["request_rate"])]
+        sampling = shown_numbers(own["temperature"], own["top_p"])
+        cells = [name, result["backend"], sampling, str(result["request_rate"])]
         cells.append("at once" if offered is None else f"{offered:.3g}")
         cells += [_cell(result, key) for key in _COLUMNS.values()]
         notes = _notes(own, result["completed"]) + ([] if own["trace_sha256"] == first else ["another trace"])

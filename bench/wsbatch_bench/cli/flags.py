@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wsbatch.config import EngineConfig
+from wsbatch.messages import SamplingParams
 from wsbatch.model.simulated import DEFAULT_COSTS
 from wsbatch_bench.load.specs import DEFAULT_OUTPUTS, DEFAULT_PROMPTS, parse_arrivals, parse_lengths
 from wsbatch_bench.load.trace import Trace, draw_trace, load_trace
@@ -109,6 +110,32 @@ def add_requests(parser: argparse.ArgumentParser, *, measured: int, seed: int | 
         help=f"of all that is drawn (default: {drawn if seed is None else seed})",
     )  # fmt: skip
     return group
+
+
+def add_sampling(parser: argparse.ArgumentParser, *, beside: bool) -> None:
+    """Add the flags that say how tokens are chosen; `beside` a greedy measurement, or instead of it."""
+    group = parser.add_argument_group("sampling")
+    temperature, top_p = (0.7, 0.9) if beside else (0.0, 1.0)
+    what = "measured in turn with greedy, in its own column; 0: greedy alone" if beside else "0 is greedy"
+    group.add_argument(
+        "--temperature",
+        type=Number(0, 100).flag,
+        default=temperature,
+        metavar="X",
+        help=f"{what} (default: {temperature:g})",
+    )
+    group.add_argument(
+        "--top-p",
+        type=Number(0, 1, above=True).flag,
+        default=top_p,
+        metavar="X",
+        help="of a temperature above 0 (default: %(default)g)",
+    )
+
+
+def read_sampling(arguments: argparse.Namespace) -> SamplingParams:
+    """What the flags ask for."""
+    return SamplingParams(temperature=arguments.temperature, top_p=arguments.top_p if arguments.temperature else 1.0)
 
 
 def add_request_timeout(group: argparse._ActionsContainer) -> None:

@@ -21,7 +21,9 @@ from wsbatch_bench.cli.flags import (
     WORKLOAD_HELP,
     add_overwrite,
     add_request_timeout,
+    add_sampling,
     add_workload,
+    read_sampling,
     read_trace,
     read_warmups,
     span,
@@ -96,6 +98,7 @@ def add_command(commands: Commands) -> None:
     group.add_argument("--result-dir", type=Path, default=Path(), metavar="DIR", help="default: here")
     group.add_argument("--result-filename", metavar="FILE", help="default: made of the backend, the rate and the date")
     add_overwrite(group)
+    add_sampling(parser, beside=False)
     add_target_flags(parser)
     parser.set_defaults(run=run)
 
@@ -142,6 +145,7 @@ def _read(arguments: argparse.Namespace) -> _Job:
             warmup=read_warmups(arguments, rate),
             measured=arguments.num_prompts,
             request_timeout_s=arguments.request_timeout_s,
+            sampling=read_sampling(arguments),
         ),
         parse_slo(arguments.slo) if arguments.slo is not None else None,
         parse_goodput(arguments.goodput) if arguments.goodput else None,

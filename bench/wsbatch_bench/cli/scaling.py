@@ -3,14 +3,17 @@
 import argparse
 import csv
 import json
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch.engine.open import make_scheduler
-from wsbatch_bench.cli.flags import add_model_flags, engine_config, read_costs, sizes
+from wsbatch.messages import SamplingParams
+from wsbatch_bench.cli.flags import add_model_flags, add_sampling, engine_config, read_costs, read_sampling, sizes
 from wsbatch_bench.load.trace import draw_trace
 from wsbatch_bench.numbers import TOKENS, Number
+from wsbatch_bench.sampling import GREEDY, shown
 from wsbatch_bench.steps.bare_loop import load_bare
 from wsbatch_bench.steps.engine_run import run_engine
 from wsbatch_bench.steps.scaling import Scaling, batch_requests, draw_scaling, measure_scaling
@@ -20,9 +23,9 @@ _LARGEST_CHUNK = 4096
 _DESCRIPTION = """\
 Measure how long a decode step takes at each batch size, in this process: tokens a second,
 speed-up, efficiency, the knee, and the line tau + alpha * rows + beta * prompt tokens with its
-95 % intervals. The largest batch is run through the server's own loop, too, and its tokens are
-compared. --out keeps a file of step costs for `sweep --costs`; running both schedulers into one
-directory puts both into it.
+95 % intervals; greedy and, in turn with it, sampled. The largest batch is run through the
+server's own loop, too, and its tokens are compared. --out keeps a file of step costs for
+`sweep --costs`; running both schedulers into one directory puts both into it.
 """
 
 _EPILOG = """\
@@ -54,6 +57,7 @@ def add_command(commands: Commands) -> None:
         metavar="X",
         help="that makes the knee (default: 0.5)",
     )
+    add_sampling(parser, beside=True)
     parser.add_argument("--no-check", dest="check", action="store_false", help="do not run the server's loop")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write CSV, costs and the chart there")
     parser.set_defaults(run=run)
@@ -78,8 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
         say_error("wsbatch-bench scaling", error)
         return 2
     prompts = draw_trace(1).prompt_ids
+    sampling = read_sampling(arguments)
     try:
-        scaling = measure_scaling(
+        scalings = measure_scaling(
             bare.model,
             lambda size: make_scheduler(replace(config, max_batch_size=size), now_s=0.0),
             sizes=arguments.sizes,
@@ -88,17 +93,21 @@ def run(arguments: argparse.Namespace) -> int:
             rounds=arguments.rounds,
             clock=bare.clock,
             make_prompt=prompts,
+            samplings=[GREEDY] if sampling == GREEDY else [GREEDY, sampling],
         )
     except ValueError as error:
         say_error("wsbatch-bench scaling", error)
         return 2
+    scaling, beside = scalings[0], scalings[1] if len(scalings) > 1 else None
     print("\n".join([bare.description, "", *_lines(scaling, arguments.efficiency)]))
+    if beside is not None:
+        print("\n".join(["", *_beside_lines(scaling, beside, shown(sampling))]))
     if arguments.out is not None:
-        _save(arguments, scaling, bare.description)
+        _save(arguments, scalings, sampling, bare.description)
     if not arguments.check:
         return 0
     requests = batch_requests(largest, arguments.prompt_tokens, arguments.output_tokens, prompts)
-    served = run_engine(engine_config(arguments, max_batch_size=largest), requests, costs=costs)[0]
+    served = run_engine(engine_config(arguments, max_batch_size=largest), [requests], costs=costs)[0]
     same = sum(ours == theirs for ours, theirs in zip(scaling.outputs[largest], served.outputs, strict=True))
     print(f"\nthe server's loop gives the same tokens in {same} of {largest} rows")
     return 0 if same == largest else 3
@@ -125,16 +134,32 @@ def _lines(scaling: Scaling, efficiency: float) -> list[str]:
     return lines
 
 
-def _save(arguments: argparse.Namespace, scaling: Scaling, description: str) -> None:
+def _beside_lines(greedy: Scaling, beside: Scaling, name: str) -> list[str]:
+    """The other curve, each size over greedy's."""
+    lines = [f"{name}", f"{'batch':>6} {'step ms':>9} {'to greedy':>9} {'tokens/s':>9} {'efficiency':>11}"]
+    lines += [
+        f"{point.batch:6} {1000 * point.step_s:9.2f} {point.step_s / first.step_s:8.2f}× {point.goodput:9.1f} "
+        f"{point.efficiency:11.1%}"
+        for first, point in zip(greedy.points, beside.points, strict=True)
+    ]
+    costs = zip(("tau", "alpha", "beta"), (beside.fit.tau_s, beside.fit.alpha_s, beside.fit.beta_s), strict=True)
+    return [*lines, "", ", ".join(f"{cost} {1000 * interval.value:.3f} ms" for cost, interval in costs)]
+
+
+def _save(
+    arguments: argparse.Namespace, scalings: Sequence[Scaling], sampling: SamplingParams, description: str
+) -> None:
+    scaling = scalings[0]
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     name = arguments.scheduler
     with (out / f"scaling-{name}.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["batch", "step_s", "fitted_s", "goodput", "speedup", "efficiency"])
-        for point in scaling.points:
-            values = (point.step_s, scaling.fit.decode_s(point.batch), point.goodput, point.speedup, point.efficiency)
-            writer.writerow([point.batch, *(f"{value:.6g}" for value in values)])
+        writer.writerow(["sampling", "batch", "step_s", "fitted_s", "goodput", "speedup", "efficiency"])
+        for each, how in zip(scalings, (GREEDY, sampling), strict=False):
+            for point in each.points:
+                values = (point.step_s, each.fit.decode_s(point.batch), point.goodput, point.speedup, point.efficiency)
+                writer.writerow([shown(how), point.batch, *(f"{value:.6g}" for value in values)])
     path = out / "costs.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     fit = scaling.fit
@@ -144,6 +169,10 @@ def _save(arguments: argparse.Namespace, scaling: Scaling, description: str) -> 
         "model": description,
         "prompt_tokens": arguments.prompt_tokens,
     }
+    if len(scalings) > 1:
+        known[name]["sampled"] = {"temperature": sampling.temperature, "top_p": sampling.top_p} | asdict(
+            scalings[1].fit.costs
+        )
     path.write_text(json.dumps(known, indent=1) + "\n")
     draw_scaling(
         scaling, [out / f"scaling-{name}.{kind}" for kind in ("png", "svg")], efficiency=arguments.efficiency,

@@ -8,11 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from wsbatch.cli.parsing import Commands, add_parser, say_error
-from wsbatch_bench.cli.flags import add_model_flags, engine_config, read_costs, sizes
+from wsbatch.messages import SamplingParams
+from wsbatch_bench.cli.flags import add_model_flags, add_sampling, engine_config, read_costs, read_sampling, sizes
 from wsbatch_bench.load.specs import DEFAULT_OUTPUTS, Lengths, parse_lengths
 from wsbatch_bench.load.trace import Trace, draw_trace
 from wsbatch_bench.numbers import BATCH, COUNT, SEED, TOKENS
-from wsbatch_bench.steps.bare_loop import LoopRequest, load_bare
+from wsbatch_bench.sampling import GREEDY
+from wsbatch_bench.steps.bare_loop import BareModel, LoopRequest, load_bare, sampled
 from wsbatch_bench.steps.static_batch import BatchCost, draw_timeline, draw_waste, measure_batches, pooled_waste
 from wsbatch_bench.sweep.setting import Setting
 
@@ -20,7 +22,8 @@ _DESCRIPTION = """\
 Account for batches that run to completion, in this process: decode slots issued and useful, and
 for each row how long its slot, and a whole answer, were held after its own end. First a stated
 batch (by default seven rows of 4 tokens behind one of 32), under both schedulers; then batches of
-drawn lengths, against the theory 1 - E[L] / E[max of b L]. Rows stop on a step budget.
+drawn lengths, against the theory 1 - E[L] / E[max of b L]. Rows stop on a step budget, so that
+sampling changes times and not slots: the stated batch is run greedy and sampled, in turn.
 """
 
 _EPILOG = """\
@@ -51,12 +54,14 @@ def add_command(commands: Commands) -> None:
         "--requests", type=COUNT.flag, default=128, metavar="N", help="drawn for each size (default: 128)"
     )
     parser.add_argument("--seed", type=SEED.flag, default=0, metavar="N", help="default: 0")
+    add_sampling(parser, beside=True)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write CSV, JSON and charts there")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; the exit status."""
+    sampling = read_sampling(arguments)
     try:
         costs = read_costs(arguments)
         config = engine_config(arguments, scheduler="dynamic")
@@ -64,21 +69,19 @@ def run(arguments: argparse.Namespace) -> int:
         prompts = draw_trace(1, seed=arguments.seed)
         rows = _requests(prompts, arguments.rows, arguments.prompt_tokens)
         print(f"{bare.description}\n")
-        measure_batches(bare.model, rows, Setting("dynamic", len(rows)), clock=bare.clock)  # to warm up
-        dynamic = measure_batches(bare.model, rows, Setting("dynamic", len(rows)), clock=bare.clock)[0]
-        print("\n".join(_batch_lines("dynamic", dynamic)))
+        dynamic, beside = _stated(bare, rows, "dynamic", sampling)
+        print("\n".join(_batch_lines("dynamic", dynamic, beside)))
         drawn = _drawn(arguments, prompts)
         measured = {
             size: measure_batches(bare.model, drawn, Setting("dynamic", size), clock=bare.clock)
             for size in arguments.sizes
         }
         paged = load_bare(engine_config(arguments, scheduler="continuous"), costs=costs["continuous"])
-        measure_batches(paged.model, rows, Setting("continuous", len(rows)), clock=paged.clock)
-        continuous = measure_batches(paged.model, rows, Setting("continuous", len(rows)), clock=paged.clock)[0]
+        continuous, beside = _stated(paged, rows, "continuous", sampling)
     except (ValueError, OSError) as error:
         say_error("wsbatch-bench static", error)
         return 2
-    print("\n".join(_batch_lines("continuous", continuous)))
+    print("\n".join(_batch_lines("continuous", continuous, beside)))
     print("\n".join(_size_lines(measured, arguments.output_lengths)))
     if arguments.out is not None:
         _save(arguments, bare.description, {"dynamic": dynamic, "continuous": continuous}, measured)
@@ -96,9 +99,27 @@ def _requests(prompts: Trace, outputs: list[int], prompt_tokens: int) -> list[Lo
     return [LoopRequest(prompts.prompt_ids(index, prompt_tokens), tokens) for index, tokens in enumerate(outputs)]
 
 
-def _batch_lines(name: str, batch: BatchCost) -> list[str]:
+def _stated(
+    bare: BareModel, rows: list[LoopRequest], scheduler: str, sampling: SamplingParams
+) -> tuple[BatchCost, BatchCost | None]:
+    """The stated batch, greedy and sampled; each has run once before, to warm up."""
+    choices = [GREEDY] if sampling == GREEDY else [GREEDY, sampling]
+    setting = Setting(scheduler, len(rows))
+    for _ in range(2):
+        costs = [measure_batches(bare.model, sampled(rows, each), setting, clock=bare.clock)[0] for each in choices]
+    return costs[0], costs[1] if len(costs) > 1 else None
+
+
+def _batch_lines(name: str, batch: BatchCost, beside: BatchCost | None) -> list[str]:
     lines = [
         f"{name}: {len(batch.rows)} rows, {batch.seconds:.3f} s, of them prefill {batch.prefill_s:.3f} s",
+    ]
+    if beside is not None:
+        lines.append(
+            f"  sampled            {beside.seconds:.3f} s, of them prefill {beside.prefill_s:.3f} s; "
+            f"max_hol_inflation {beside.max_hol_inflation:.2f}×"
+        )
+    lines += [
         f"  decode slots       {batch.issued_slots} issued, {batch.useful_slots} useful: "
         f"{batch.waste_fraction:.1%} wasted",
         f"  {'row':>5} {'tokens':>7} {'own end':>9} {'hol_delay_s':>12} {'hol_inflation':>14}",

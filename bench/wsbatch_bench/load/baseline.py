@@ -8,6 +8,7 @@ from typing import Any
 
 import trio
 
+from wsbatch.messages import SamplingParams
 from wsbatch_bench.load.record import Record
 
 
@@ -92,11 +93,18 @@ class TransformersTarget:
                 input_ids=ids,
                 attention_mask=mask,
                 max_new_tokens=max(each.record.output_tokens for each in batch),
-                do_sample=False,
+                **_choice(batch[0].record.sampling),
                 eos_token_id=None,
                 pad_token_id=0,
                 streamer=_Streamer(lambda: token.run_sync_soon(deliver)),
             )
+
+
+def _choice(sampling: SamplingParams) -> dict[str, Any]:
+    """As `generate` spells it: one for all rows."""
+    if sampling.temperature == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
 
 
 class _Streamer:

@@ -7,11 +7,13 @@ from math import ceil, inf, isinf
 
 import trio
 
+from wsbatch.messages import SamplingParams
 from wsbatch_bench.load.http_client import HttpFailed
 from wsbatch_bench.load.record import Record
 from wsbatch_bench.load.server import ServerTotals
 from wsbatch_bench.load.target import Target
 from wsbatch_bench.load.trace import Planned, Trace
+from wsbatch_bench.sampling import GREEDY, seeded
 from wsbatch_bench.stability import Sojourn, hopeless, judge
 
 _BEAT_S = 0.05
@@ -41,6 +43,7 @@ class LoadPlan:
         warmup: requests before the measured ones.
         measured: requests that count.
         stop_unstable: end the run once the server has fallen behind beyond doubt.
+        sampling: temperature and top_p of every request; lengths are exact in any case.
         request_timeout_s: how long to wait for a request, from sending it to its end; then it is given up, and failed.
     """
 
@@ -49,6 +52,7 @@ class LoadPlan:
     warmup: int
     measured: int
     stop_unstable: bool = False
+    sampling: SamplingParams = GREEDY
     request_timeout_s: float = inf
 
     @property
@@ -208,7 +212,8 @@ class _Generator:
             await done.wait()
 
     async def _send(self, planned: Planned, due_s: float, done: trio.Event | None = None) -> None:
-        record = Record(planned.index, planned.prompt_tokens, planned.output_tokens, due_s)
+        sampling = seeded(self._plan.sampling, planned.index, seed=self._plan.trace.seed)
+        record = Record(planned.index, planned.prompt_tokens, planned.output_tokens, due_s, sampling=sampling)
         self._run.records.append(record)
         if planned.index == self._plan.warmup and not self._window_closes.is_set():
             self._run.window_s = (due_s, inf)

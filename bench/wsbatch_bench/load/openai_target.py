@@ -62,10 +62,13 @@ class OpenAiTarget:
             "max_tokens": record.output_tokens,
             "min_tokens": record.output_tokens,
             "ignore_eos": True,
-            "temperature": 0,
+            "temperature": record.sampling.temperature,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        } | self._extra
+        }
+        if record.sampling.temperature:
+            body |= {"top_p": record.sampling.top_p, "seed": record.sampling.seed}
+        body |= self._extra
         data = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
         record.sent_s = trio.current_time() - start_s
         try:

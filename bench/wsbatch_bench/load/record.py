@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf, nan
 
-from wsbatch.messages import BatchReport, Timing
+from wsbatch.messages import BatchReport, SamplingParams, Timing
+from wsbatch_bench.sampling import GREEDY
 
 TTFT_PARTS = ("client_lag", "network", "queue", "batch_wait", "prefill")
 
@@ -27,6 +28,7 @@ class Record:
         sizes_told: whether each frame's number of tokens is known; otherwise only their sum is, spread evenly.
         timing, batch: what the server said of it; None from servers that do not say.
         priority: its class, 0 the most urgent.
+        sampling: how its tokens are chosen.
     """
 
     index: int
@@ -45,6 +47,7 @@ class Record:
     timing: Timing | None = None
     batch: BatchReport | None = None
     priority: int = 0
+    sampling: SamplingParams = GREEDY
 
     @property
     def tokens(self) -> int:

@@ -13,6 +13,7 @@ from wsbatch_bench.load.record import TTFT_PARTS
 from wsbatch_bench.load.summary import Gaps, Latency, Summary
 from wsbatch_bench.load.trace import Offered
 from wsbatch_bench.quantiles import observed_quantile
+from wsbatch_bench.sampling import shown
 
 
 def ms(seconds: float) -> str:
@@ -28,6 +29,7 @@ def summary_lines(run: LoadRun, summary: Summary) -> list[str]:
     rounds = "" if len(run.records) <= len(trace.entries) else f", {len(run.records)} sent: over and over"
     lines = [
         f"trace                sha256 {trace.sha256[:16]}…, seed {trace.seed}, {len(trace.entries)} requests{rounds}",
+        f"sampling             {shown(run.plan.sampling)}",
         f"measured requests    {summary.sent}, answered {summary.completed}"
         + "".join(f", {code} {count}" for code, count in sorted(summary.errors.items())),
         f"offered              {_offered(run.plan, summary.offered)}",
@@ -164,6 +166,8 @@ def result_json(run: LoadRun, summary: Summary, *, backend: str, model: str, dat
         "prompts": run.plan.trace.prompts,
         "outputs": run.plan.trace.outputs,
         "seed": run.plan.trace.seed,
+        "temperature": run.plan.sampling.temperature,
+        "top_p": run.plan.sampling.top_p,
         "warmup": run.plan.warmup,
         "sent_in_all": len(run.records),
         "trace_requests": len(run.plan.trace.entries),

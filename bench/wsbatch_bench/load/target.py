@@ -2,13 +2,14 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import trio
 
 from wsbatch.client import Client
 from wsbatch.errors import ConnectionLost, RequestError, WsbatchError
-from wsbatch.messages import Finished, GenerateRequest, SamplingParams, Tokens
+from wsbatch.messages import Finished, GenerateRequest, Tokens
 from wsbatch_bench.load.http_client import Dial, get
 from wsbatch_bench.load.record import Record
 from wsbatch_bench.load.server import ServerTotals, parse_totals
@@ -32,7 +33,7 @@ class Target(Protocol):
     async def send(self, record: Record, prompt_ids: tuple[int, ...], start_s: float) -> None:
         """Send now; wait for the end; write down what came, in seconds since `start_s` on trio's clock.
 
-        Failures are written down, not raised. Exactly `record.output_tokens` tokens are asked for, greedily. Cancelled,
+        Failures are written down, not raised. Exactly `record.output_tokens` tokens are asked for. Cancelled,
         it leaves the request.
         """
         ...
@@ -93,7 +94,7 @@ class WebSocketTarget:
     async def send(self, record: Record, prompt_ids: tuple[int, ...], start_s: float) -> None:
         """See `Target.send`."""
         record.sent_s = trio.current_time() - start_s
-        sampling = SamplingParams(max_tokens=record.output_tokens, ignore_eos=True)
+        sampling = replace(record.sampling, max_tokens=record.output_tokens, ignore_eos=True)
         client, lost = None, False
         try:
             client = self._take() or await self._open()

@@ -32,7 +32,7 @@ from wsbatch_bench.load.record import Record
 from wsbatch_bench.load.server import ServerTotals
 from wsbatch_bench.load.trace import Planned
 from wsbatch_bench.stability import hopeless, judge
-from wsbatch_bench.steps.bare_loop import BareEngine
+from wsbatch_bench.steps.bare_loop import BareEngine, LoopRequest
 from wsbatch_bench.sweep.setting import Costs, Setting
 
 _ASK_EVERY_S = PoolConfig().status_interval_ms / 1000
@@ -79,7 +79,7 @@ class EventReplica:
         """Take a request."""
         assert request.token_ids is not None
         new_tokens = request.sampling.most_tokens
-        self._engine.add(record.index, request.token_ids, new_tokens, arrived_s=now_s)
+        self._engine.add(record.index, LoopRequest(request.token_ids, new_tokens), arrived_s=now_s)
         self._records[record.index] = record
         self.work_tokens += len(request.token_ids) + new_tokens
         if not self._stepping:

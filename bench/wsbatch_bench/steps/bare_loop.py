@@ -5,7 +5,7 @@ What a scheduler and a model cost by themselves; the difference to the engine is
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import nan
 from typing import Any, Protocol
 
@@ -16,10 +16,9 @@ from wsbatch.config import EngineConfig
 from wsbatch.messages import DEFAULT_PRIORITY, SamplingParams
 from wsbatch.model.simulated import SimulatedModel
 from wsbatch.steps import PaddedDecode, PaddedStart, PagedStep, StepPlan, StepResult
+from wsbatch_bench.sampling import GREEDY, seeded
 
 Clock = Callable[[], float]
-
-_GREEDY = SamplingParams()
 
 
 class Runs(Protocol):
@@ -32,10 +31,16 @@ class Runs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoopRequest:
-    """A prompt, and exactly how many tokens to generate."""
+    """A prompt, exactly how many tokens to generate, and how they are chosen."""
 
     prompt_ids: tuple[int, ...]
     output_tokens: int
+    sampling: SamplingParams = GREEDY
+
+
+def sampled(requests: Sequence[LoopRequest], sampling: SamplingParams) -> list[LoopRequest]:
+    """The same requests with their tokens chosen so, each with a seed of its own."""
+    return [replace(request, sampling=seeded(sampling, index)) for index, request in enumerate(requests)]
 
 
 @dataclass(slots=True)
@@ -100,7 +105,7 @@ class Turn:
 class BareEngine:
     """`EngineCore` without text, events, admission and metrics: a scheduler, and the budget of each request.
 
-    A turn is `next`, the model's step, `complete`, as with the core. Outputs are greedy and have exact lengths.
+    A turn is `next`, the model's step, `complete`, as with the core. Outputs have exact lengths.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -108,15 +113,15 @@ class BareEngine:
         self._budget: dict[int, int] = {}
         self._left: dict[int, int] = {}
 
-    def add(self, key: int, prompt_ids: tuple[int, ...], output_tokens: int, *, arrived_s: float) -> None:
+    def add(self, key: int, request: LoopRequest, *, arrived_s: float) -> None:
         """Put a request in the queue, under a key of its own."""
-        self._budget[key] = self._left[key] = output_tokens
+        self._budget[key] = self._left[key] = request.output_tokens
         self.scheduler.add(
             Work(
                 key=key,
-                token_ids=prompt_ids,
-                max_new_tokens=output_tokens,
-                sampling=_GREEDY,
+                token_ids=request.prompt_ids,
+                max_new_tokens=request.output_tokens,
+                sampling=request.sampling,
                 priority=DEFAULT_PRIORITY,
                 arrived_s=arrived_s,
             )
@@ -145,7 +150,7 @@ class BareEngine:
 def run_loop(
     model: Runs, scheduler: Scheduler, requests: Sequence[LoopRequest], *, clock: Clock = time.perf_counter
 ) -> LoopRun:
-    """Put all requests in the queue at once and run until the last is done. Greedy; rows stop on their budget.
+    """Put all requests in the queue at once and run until the last is done; rows stop on their budget.
 
     The scheduler's policy must not wait for company (`max_wait_ms` 0): no more will come.
     """
@@ -153,7 +158,7 @@ def run_loop(
     engine = BareEngine(scheduler)
     rows = {key: LoopRow(request) for key, request in enumerate(requests, 1)}
     for key, row in rows.items():
-        engine.add(key, row.request.prompt_ids, row.request.output_tokens, arrived_s=0.0)
+        engine.add(key, row.request, arrived_s=0.0)
     steps: list[LoopStep] = []
     columns = 0  # of a padded batch's cache
     while isinstance(decision := engine.next(clock() - begin_s), Step):

@@ -10,7 +10,7 @@ from wsbatch.config import EngineConfig
 from wsbatch.engine.loop import BatchEngine
 from wsbatch.engine.open import open_engine
 from wsbatch.engine.stream import Stream
-from wsbatch.messages import GenerateRequest, SamplingParams, Tokens
+from wsbatch.messages import GenerateRequest, Tokens
 from wsbatch.testing import open_virtual_engine
 from wsbatch_bench.load.server import parse_totals
 from wsbatch_bench.steps.bare_loop import LoopRequest
@@ -36,9 +36,9 @@ class EngineRun:
 
 
 def run_engine(
-    config: EngineConfig, requests: Sequence[LoopRequest], *, costs: CostModel, runs: int = 1
+    config: EngineConfig, workloads: Sequence[Sequence[LoopRequest]], *, costs: CostModel
 ) -> list[EngineRun]:
-    """Submit all requests at once and read every stream to its end; `runs` times on one engine.
+    """Of each workload in turn, submit all requests at once and read every stream to its end; all on one engine.
 
     A dynamic batch is held until all requests are submitted, so that every batch but the last is full. The continuous
     scheduler begins with those that have come and takes the others in at the next step. The simulated model runs in
@@ -49,20 +49,20 @@ def run_engine(
         # alone is full by definition.
         config = replace(
             config,
-            max_batch_size=min(config.max_batch_size, len(requests)),
-            max_wait_ms=_HOLD_MS + _HOLD_MS_A_REQUEST * len(requests),
+            max_batch_size=min(config.max_batch_size, *map(len, workloads)),
+            max_wait_ms=_HOLD_MS + _HOLD_MS_A_REQUEST * max(map(len, workloads)),
         )
     if config.model == "simulated":
 
         async def virtual() -> list[EngineRun]:
             async with open_virtual_engine(config, costs) as (engine, _):
-                return [await _run(engine, requests) for _ in range(runs)]
+                return [await _run(engine, requests) for requests in workloads]
 
         return run_virtual(virtual)
 
     async def real() -> list[EngineRun]:
         async with open_engine(config) as engine:
-            return [await _run(engine, requests) for _ in range(runs)]
+            return [await _run(engine, requests) for requests in workloads]
 
     return trio.run(real)
 
@@ -75,7 +75,7 @@ async def _run(engine: BatchEngine, requests: Sequence[LoopRequest]) -> EngineRu
             GenerateRequest(
                 id=index,
                 token_ids=request.prompt_ids,
-                sampling=SamplingParams(max_tokens=request.output_tokens, ignore_eos=True),
+                sampling=replace(request.sampling, max_tokens=request.output_tokens, ignore_eos=True),
             )
         )
         for index, request in enumerate(requests)

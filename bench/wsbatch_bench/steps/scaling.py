@@ -11,8 +11,10 @@ import numpy as np
 
 from wsbatch.batching.costs import CostModel
 from wsbatch.batching.scheduler import Scheduler
+from wsbatch.messages import SamplingParams
 from wsbatch_bench.quantiles import Interval, observed_quantile
-from wsbatch_bench.steps.bare_loop import Clock, LoopRequest, LoopRun, Runs, run_loop
+from wsbatch_bench.sampling import GREEDY
+from wsbatch_bench.steps.bare_loop import Clock, LoopRequest, LoopRun, Runs, run_loop, sampled
 
 _RESAMPLES = 400
 
@@ -148,27 +150,33 @@ def measure_scaling(
     rounds: int,
     clock: Clock,
     make_prompt: MakePrompt,
+    samplings: Sequence[SamplingParams] = (GREEDY,),
     seed: int = 0,
-) -> Scaling:
+) -> list[Scaling]:
     """Run batches of every size, in a new random order each round, so that drift of the machine spreads over all.
 
+    A curve for each of `samplings`; each size is measured with all of them, one after the other.
     `make_scheduler` makes one for a batch size. `make_prompt(index, tokens)` gives prompts that differ. Prompts of a
     quarter of the length and of twice it are prefilled alone, too, to tell what a prompt token costs. ValueError: a
     batch of which some rows end before others begin.
     """
     rng = random.Random(seed)
-    samples: list[StepSample] = []
-    outputs: dict[int, list[list[int]]] = {}
+    samples: list[list[StepSample]] = [[] for _ in samplings]
+    outputs: list[dict[int, list[list[int]]]] = [{} for _ in samplings]
     for _ in range(rounds):
         for size in rng.sample(sorted(set(sizes)), len(set(sizes))):
             requests = batch_requests(size, prompt_tokens, output_tokens, make_prompt)
-            run = run_loop(model, make_scheduler(size), requests, clock=clock)
-            samples += _samples(run, size)
-            outputs.setdefault(size, [row.token_ids for row in run.rows])
+            for index, sampling in enumerate(samplings):
+                run = run_loop(model, make_scheduler(size), sampled(requests, sampling), clock=clock)
+                samples[index] += _samples(run, size)
+                outputs[index].setdefault(size, [row.token_ids for row in run.rows])
         for tokens in (max(1, prompt_tokens // 4), 2 * prompt_tokens):
             request = LoopRequest(make_prompt(tokens, tokens), 1)
-            samples += _samples(run_loop(model, make_scheduler(1), [request], clock=clock), 1)
-    return Scaling(_points(samples, sorted(set(sizes))), fit_steps(samples), samples, outputs)
+            for index, sampling in enumerate(samplings):
+                run = run_loop(model, make_scheduler(1), sampled([request], sampling), clock=clock)
+                samples[index] += _samples(run, 1)
+    points = [_points(each, sorted(set(sizes))) for each in samples]
+    return [Scaling(*each) for each in zip(points, map(fit_steps, samples), samples, outputs, strict=True)]
 
 
 def batch_requests(size: int, prompt_tokens: int, output_tokens: int, make_prompt: MakePrompt) -> list[LoopRequest]:
