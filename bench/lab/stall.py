@@ -3,8 +3,8 @@
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,9 +18,10 @@ from wsbatch.engine.loop import BatchEngine
 from wsbatch.engine.open import open_engine
 from wsbatch.messages import GenerateRequest, SamplingParams, Tokens
 from wsbatch.testing import open_virtual_engine
-from wsbatch_bench.cli.flags import add_model_flags, engine_config, read_costs, sizes
+from wsbatch_bench.cli.flags import add_model_flags, add_sampling, engine_config, read_costs, read_sampling, sizes
 from wsbatch_bench.load.trace import draw_trace
 from wsbatch_bench.quantiles import observed_quantile
+from wsbatch_bench.sampling import GREEDY, seeded, shown
 from wsbatch_bench.sweep.stage import run_virtual
 
 _SETTLED_TOKENS = 16  # of every stream before the newcomer comes
@@ -30,7 +31,7 @@ MakePrompt = Callable[[int, int], tuple[int, ...]]
 
 _DESCRIPTION = """\
 Let streams decode in continuous batching, add a request with a long prompt, and measure, for each
-size of prefill chunk: the longest gap between a stream's tokens, the newcomer's time to first
+size of prefill chunk, greedy and sampled: the longest gap between a stream's tokens, the newcomer's time to first
 token, and the streams' tokens a second meanwhile. A chunk as long as the prompt is no chunking.
 """
 
@@ -67,6 +68,7 @@ def measure_stall(
     newcomer_tokens: int,
     make_prompt: MakePrompt,
     costs: CostModel,
+    sampling: SamplingParams = GREEDY,
 ) -> StallPoint:
     """Let `streams` requests decode, add one with a prompt of `newcomer_tokens`, and watch the others' tokens.
 
@@ -74,7 +76,9 @@ def measure_stall(
     """
 
     async def watch(engine: BatchEngine) -> StallPoint:
-        watcher = _Watcher(engine, streams=streams, prompt_tokens=prompt_tokens, make_prompt=make_prompt)
+        watcher = _Watcher(
+            engine, streams=streams, prompt_tokens=prompt_tokens, make_prompt=make_prompt, sampling=sampling
+        )
         return await watcher.run(newcomer_tokens, config.prefill_chunk_tokens)
 
     async def virtual() -> StallPoint:
@@ -89,7 +93,16 @@ def measure_stall(
 
 
 class _Watcher:
-    def __init__(self, engine: BatchEngine, *, streams: int, prompt_tokens: int, make_prompt: MakePrompt) -> None:
+    def __init__(
+        self,
+        engine: BatchEngine,
+        *,
+        streams: int,
+        prompt_tokens: int,
+        make_prompt: MakePrompt,
+        sampling: SamplingParams,
+    ) -> None:
+        self._sampling = sampling
         self._engine = engine
         self._make_prompt = make_prompt
         self._prompt_tokens = prompt_tokens
@@ -140,7 +153,7 @@ class _Watcher:
 
     def _request(self, index: int, prompt_tokens: int, most: int) -> GenerateRequest:
         room = self._engine.info.max_model_len - prompt_tokens
-        sampling = SamplingParams(max_tokens=min(most, room, 512), ignore_eos=True)
+        sampling = replace(seeded(self._sampling, index), max_tokens=min(most, room, 512), ignore_eos=True)
         return GenerateRequest(id=index, token_ids=self._make_prompt(index, prompt_tokens), sampling=sampling)
 
 
@@ -157,17 +170,19 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--streams", type=int, default=8, metavar="N", help="default: %(default)s")
     parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="of the streams (default: 64)")
     parser.add_argument("--newcomer-tokens", type=int, default=4000, metavar="N", help="of its prompt (default: 4000)")
+    add_sampling(parser, beside=True)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     run_script(parser, run, argv)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; the exit status."""
-    points: list[StallPoint] = []
+    points: dict[str, list[StallPoint]] = {}
+    sampling = read_sampling(arguments)
     print(f"{'chunk':>6} {'gap before':>11} {'longest gap':>12} {'newcomer TTFT':>14} {'tokens/s beside it':>19}")
     try:
         costs = read_costs(arguments)["continuous"]
-        for chunk in arguments.chunks:
+        for chunk, choice in product(arguments.chunks, dict.fromkeys((GREEDY, sampling))):
             config = engine_config(
                 arguments,
                 scheduler="continuous",
@@ -182,18 +197,21 @@ def run(arguments: argparse.Namespace) -> int:
                 newcomer_tokens=arguments.newcomer_tokens,
                 make_prompt=draw_trace(1).prompt_ids,
                 costs=costs,
+                sampling=choice,
             )
-            points.append(point)
+            points.setdefault(shown(choice), []).append(point)
             print(
                 f"{chunk:6} {1000 * point.gap_before_s:8.1f} ms {1000 * point.longest_gap_s:9.1f} ms "
-                f"{point.newcomer_ttft_s:12.2f} s {point.tokens_per_s:19.1f}",
+                f"{point.newcomer_ttft_s:12.2f} s {point.tokens_per_s:19.1f}  {shown(choice)}",
                 flush=True,
             )
     except (ValueError, OSError) as error:
         say_error("stall.py", error)
         return 2
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps([asdict(point) for point in points], indent=1) + "\n")
+        arguments.out.write_text(
+            json.dumps({name: [*map(asdict, each)] for name, each in points.items()}, indent=1) + "\n"
+        )
     return 0
 
 
