@@ -84,6 +84,24 @@ def test_results_survive_json() -> None:
     assert again.setting.options == (("adaptive_wait", True), ("length_buckets", (64, 256)))
 
 
+def test_what_no_answer_has_is_undefined_in_a_resumed_cell_and_what_failed_infinite() -> None:
+    ones = Sweep(VirtualStage(same_for_both(COSTS)), short_trace(120, output=1), warmup=10, measured=60)
+    measured = ones.measure(Cell(Setting("dynamic", 4), 0.5, 20.0))
+    for each in (measured, from_json(json.loads(json.dumps(to_json(measured), allow_nan=False)))):
+        assert each.tpot_undefined == each.completed == 60
+        assert isnan(each.tpot_p50_s)
+        assert isnan(each.itl_longest_s)
+        assert each.tpot_p95_high_s == inf  # nothing bounds it: no SLO on it is met
+        assert parse_slo("tpot_p95<=1s").judge(each) == "undecided"
+    failed = from_json(json.loads(json.dumps(to_json(cell(tpot_p95_s=inf)), allow_nan=False)))
+    assert failed.tpot_p95_s == inf
+
+
+def test_a_cell_shows_the_gaps_between_tokens() -> None:
+    result = sweep().measure(Cell(Setting("dynamic", 4), 0.5, 5.0))
+    assert 0.010 < result.itl_p50_s <= result.itl_p99_s <= result.itl_longest_s < 0.1
+
+
 def test_the_frontier_is_of_stable_cells_that_nobody_beats() -> None:
     def at(throughput: float, p95_s: float, **more: object) -> CellResult:
         return cell(output_throughput=throughput, e2e_p95_s=p95_s, **more)

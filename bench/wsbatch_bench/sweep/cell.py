@@ -27,6 +27,8 @@ class CellResult:
     """What was measured. Seconds, tokens, requests; `*_low` and `*_high` bound at 95 % (success: one-sided).
 
     Attributes:
+        tpot_undefined: answers without a time per token, which its quantiles leave out.
+        itl_p50_s, itl_p99_s, itl_longest_s: times between the frames of all answers; nan without any.
         verdict: stable, unstable or undecided; `growth_fraction` and `little_ratio` are its grounds.
         predicted_throughput, predicted_e2e_p95_s: of the same cell in virtual time; nan where nobody asked.
         invalid: why not to believe it; empty for a valid cell.
@@ -70,6 +72,10 @@ class CellResult:
     invalid: str
     predicted_throughput: float = nan
     predicted_e2e_p95_s: float = nan
+    tpot_undefined: int = 0
+    itl_p50_s: float = nan
+    itl_p99_s: float = nan
+    itl_longest_s: float = nan
 
     @property
     def setting(self) -> Setting:
@@ -118,6 +124,10 @@ def cell_result(cell: Cell, summary: Summary, *, engine: str) -> CellResult:
         little_ratio=summary.stability.little_ratio,
         stopped_early=summary.stopped_early,
         worst_lag_s=summary.worst_lag_s,
+        tpot_undefined=summary.tpot_undefined,
+        itl_p50_s=summary.itl.p50,
+        itl_p99_s=summary.itl.p99,
+        itl_longest_s=summary.itl.longest,
         invalid="; ".join(summary.invalid),
     )
 
@@ -129,12 +139,17 @@ def to_json(result: CellResult) -> dict[str, Any]:
 
 
 def from_json(data: dict[str, Any]) -> CellResult:
-    """The inverse of `to_json`. A null quantile or bound was infinite, any other null undefined."""
-    values: dict[str, Any] = {
-        key: (inf if "_p" in key and not key.startswith("predicted") else nan) if value is None else value
-        for key, value in data.items()
-    }
-    return CellResult(**values)
+    """The inverse of `to_json`. A null is undefined, or infinite in a quantile or bound of what requests have."""
+    undefined: tuple[str, ...] = ("predicted", "itl")
+    if 0 < data["completed"] == data.get("tpot_undefined", 0):
+        undefined += ("tpot_p50", "tpot_p95_s")
+
+    def read(key: str, value: Any) -> Any:
+        if value is not None:
+            return value
+        return inf if "_p" in key and not key.startswith(undefined) else nan
+
+    return CellResult(**{key: read(key, value) for key, value in data.items()})
 
 
 def write_csv(path: Path, results: Sequence[CellResult]) -> None:

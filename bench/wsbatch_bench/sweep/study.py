@@ -143,6 +143,8 @@ def study_table(rows: Sequence[StudyRow]) -> list[str]:
         "change (95 %)",
         "p95, s",
         "TTFT p95, s",
+        "between tokens p99, s",
+        "longest gap, s",
         "rows/step",
         "waste",
     ]
@@ -159,6 +161,7 @@ def study_table(rows: Sequence[StudyRow]) -> list[str]:
             _change(row.change),
             f"{summary.e2e.p95.value:.3g}",
             f"{summary.ttft.p95.value:.3g}",
+            *(f"{value:.3g}" if isfinite(value) else "–" for value in (summary.itl.p99, summary.itl.longest)),
             f"{summary.mean_rows:.1f}",
             f"{summary.waste_fraction:.0%}",
         ]
