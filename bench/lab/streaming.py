@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import NoReturn
@@ -13,10 +14,11 @@ from lab_tools.script import run_script, script_parser
 from lab_tools.streams import StreamedRun, stream_all
 from wsbatch.cli.parsing import say_error
 from wsbatch.errors import WsbatchError
-from wsbatch_bench.cli.flags import add_model_flags, engine_config, read_costs
+from wsbatch_bench.cli.flags import add_model_flags, add_sampling, engine_config, read_costs, read_sampling
 from wsbatch_bench.load.server import server_process, wsbatch_command
 from wsbatch_bench.load.trace import draw_trace
-from wsbatch_bench.steps.bare_loop import LoopRequest
+from wsbatch_bench.sampling import GREEDY, shown
+from wsbatch_bench.steps.bare_loop import LoopRequest, sampled
 from wsbatch_bench.steps.engine_run import run_engine
 
 _DESCRIPTION = """\
@@ -40,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--clients", type=int, default=32, metavar="N", help="connections (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
     parser.add_argument("--output-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    add_sampling(parser, beside=True)
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="pairs (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     run_script(parser, run, argv)
@@ -51,29 +54,32 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = [draw(index, arguments.prompt_tokens) for index in range(arguments.clients)]
     requests = [LoopRequest(prompt, arguments.output_tokens) for prompt in prompts]
     simulated = arguments.model.startswith("simulated")
-    served: list[StreamedRun] = []
-    alone: list[float] = []
+    # A simulated model draws at no cost.
+    choices = dict.fromkeys((GREEDY,) if simulated else (GREEDY, read_sampling(arguments)))
+    figures: dict[str, dict[str, list[float]]] = {
+        shown(choice): {"served_tokens_per_s": [], "in_process_tokens_per_s": [], "ratios": []} for choice in choices
+    }
     try:
-        for _ in range(arguments.runs):
-            served.append(_served(arguments, requests))
-            line = (
-                f"served {served[-1].tokens_per_s:9.1f} tokens/s, {served[-1].tokens / served[-1].frames:.2f} a frame"
-            )
+        for _, choice in product(range(arguments.runs), choices):
+            workload, own = sampled(requests, choice), figures[shown(choice)]
+            served = _served(arguments, workload)
+            own["served_tokens_per_s"].append(served.tokens_per_s)
+            line = f"served {served.tokens_per_s:9.1f} tokens/s, {served.tokens / served.frames:.2f} a frame"
             if not simulated:
                 # The first run warms up, the second counts.
-                config = engine_config(arguments, max_batch_size=arguments.clients, max_wait_ms=200.0)
-                last = run_engine(config, [requests] * 2, costs=read_costs(arguments)[arguments.scheduler])[-1]
-                alone.append(last.output_tokens / last.total_s)
-                line += f"   in process {alone[-1]:9.1f}   ratio {served[-1].tokens_per_s / alone[-1]:.3f}"
-            print(line, flush=True)
+                config = engine_config(arguments, max_batch_size=arguments.clients)
+                last = run_engine(config, [workload] * 2, costs=read_costs(arguments)[arguments.scheduler])[-1]
+                own["in_process_tokens_per_s"].append(last.output_tokens / last.total_s)
+                own["ratios"].append(served.tokens_per_s * last.total_s / last.output_tokens)
+                line += f"   in process {own['in_process_tokens_per_s'][-1]:9.1f}   ratio {own['ratios'][-1]:.3f}"
+            print(f"{line}   {shown(choice)}", flush=True)
     except (ValueError, OSError, RuntimeError, WsbatchError) as error:
         say_error("streaming.py", error)
         return 2
-    rates = [one.tokens_per_s for one in served]
-    ratios = [rate / other for rate, other in zip(rates, alone, strict=False)]
-    print(f"median {median(rates):.1f} tokens/s" + (f", ratio {median(ratios):.3f}" if ratios else ""))
+    for name, own in figures.items():
+        ratio = f", ratio {median(own['ratios']):.3f}" if own["ratios"] else ""
+        print(f"median {median(own['served_tokens_per_s']):.1f} tokens/s{ratio}   {name}")
     if arguments.out is not None:
-        figures = {"served_tokens_per_s": rates, "in_process_tokens_per_s": alone, "ratios": ratios}
         arguments.out.write_text(json.dumps(figures, indent=1) + "\n")
     return 0
 

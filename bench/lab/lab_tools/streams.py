@@ -1,12 +1,12 @@
 """What the socket costs: the same batches through a server in a process of its own, and in this process without one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import trio
 
 from wsbatch.client import connect
-from wsbatch.messages import Finished, Tokens
+from wsbatch.messages import Finished, GenerateRequest, Tokens
 from wsbatch_bench.steps.bare_loop import LoopRequest
 
 
@@ -45,7 +45,8 @@ async def stream_all(url: str, requests: Sequence[LoopRequest]) -> StreamedRun:
             if open_connections == len(requests):
                 everybody.set()
             await everybody.wait()
-            async with client.generate(request.prompt_ids, max_tokens=request.output_tokens, ignore_eos=True) as stream:
+            sampling = replace(request.sampling, max_tokens=request.output_tokens, ignore_eos=True)
+            async with client.generate(GenerateRequest(token_ids=request.prompt_ids, sampling=sampling)) as stream:
                 async for event in stream:
                     if isinstance(event, Tokens):
                         tokens += len(event.token_ids)
