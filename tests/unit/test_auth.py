@@ -36,7 +36,7 @@ def test_a_url_is_shown_without_its_secrets(url: str, shown: str) -> None:
 
 def test_replicas_are_named_without_their_tokens() -> None:
     urls = ["ws://a/?token=s3cret", "ws://a/?token=s3cret2", "ws://b", "ws://b"]
-    assert list(_by_name(urls, None)) == ["ws://a/", "ws://a/ (2)", "ws://b"]
+    assert list(_by_name(urls, {})) == ["ws://a/", "ws://a/ (2)", "ws://b"]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -12,8 +12,18 @@ import trio.testing
 import trio_websocket
 from trio.testing import MemoryReceiveStream, MemorySendStream, MockClock, memory_stream_pair
 
-from wsbatch.client import Client, ProtocolError, Refused, TokenStream, open_client
+from wsbatch.client import (
+    Client,
+    ConnectOptions,
+    ConnectParams,
+    GenerateParams,
+    ProtocolError,
+    Refused,
+    TokenStream,
+    open_client,
+)
 from wsbatch.client.dial import parse_url
+from wsbatch.client.options import ScriptParams
 from wsbatch.client.progress import most_answer_bytes
 from wsbatch.client.request import build_request
 from wsbatch.errors import (
@@ -553,6 +563,23 @@ async def opening_error(peer: Peer, **options: Any) -> BaseException:
     except Exception as exc:  # noqa: BLE001
         return exc
     pytest.fail("nothing raised")
+
+
+def test_the_keywords_of_connect_are_the_fields_of_its_options() -> None:
+    assert get_type_hints(ConnectParams) == get_type_hints(ConnectOptions)
+    assert set(ScriptParams.__annotations__) == {*ConnectParams.__annotations__, *GenerateParams.__annotations__}
+
+
+def test_the_options_of_a_connection_are_checked_and_their_token_is_not_shown() -> None:
+    assert "s3cret" not in repr(ConnectOptions(auth_token="s3cret"))
+    assert ConnectOptions(auth_token=" s3cret\n").auth_token == "s3cret"
+    for fields, word in (
+        ({"auth_token": ""}, "empty"),
+        ({"auth_token": "é"}, "ASCII"),
+        ({"subprotocol": "x"}, "must be"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            ConnectOptions(**fields)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """One open connection of a client: a reader that dispatches by id, one writer, a keepalive.
 
-`client` runs the three tasks; a caller's task only queues what is to be sent and waits for what has come.
+`open` runs the three tasks; a caller's task only queues what is to be sent and waits for what has come.
 """
 
 import itertools
@@ -14,7 +14,7 @@ import trio
 import trio_websocket
 
 from wsbatch.client.dial import MAX_ANSWER_BYTES
-from wsbatch.client.errors import ProtocolError, error_of
+from wsbatch.client.errors import ProtocolError, error_of, how_closed
 from wsbatch.client.progress import OTHER_FRAME_BYTES, Progress, most_answer_bytes, read_frame
 from wsbatch.client.request import GenerateParams, Prompt, build_request
 from wsbatch.client.stream import Completion, Jitter, Sink, TokenStream
@@ -37,7 +37,7 @@ from wsbatch.messages import (
     Unwatch,
     Watch,
 )
-from wsbatch.wire import PROTOCOL_VERSION, Codec, DecodeError
+from wsbatch.wire import Codec, DecodeError
 
 _MAX_STATUSES = 16
 
@@ -197,7 +197,7 @@ class Client:
         error.__cause__ = self._refusal
         return error
 
-    def _lose(self, why: str, *, close_code: int | None = None) -> None:
+    def _lose(self, why: str, close_code: int | None = None) -> None:
         """The connection has ended, or must: say so to every stream, once."""
         if self._lost is None:
             self._lost = why
@@ -221,7 +221,7 @@ class Client:
                 if message is not None:
                     self._dispatch(message)
         except trio_websocket.ConnectionClosed as exc:
-            self._lose(closing(exc), close_code=close_code(exc))
+            self._lose(*how_closed(exc))
         except DecodeError as exc:
             self._lose(f"the server sent a frame that cannot be read: {exc}")
         except ProtocolError as exc:
@@ -258,7 +258,7 @@ class Client:
                 await self._websocket.send_message(data)
             await self._websocket.aclose()
         except trio_websocket.ConnectionClosed as exc:
-            self._lose(closing(exc), close_code=close_code(exc))
+            self._lose(*how_closed(exc))
         finally:
             self._closed.set()
 
@@ -286,28 +286,3 @@ class Client:
         # Also when cancelled: a server that is told so need not find out.
         with trio.move_on_after(timeout_s, shield=True):
             await self._closed.wait()
-
-
-async def greeting(websocket: trio_websocket.WebSocketConnection, codec: Codec) -> Hello:
-    try:
-        message = read_frame(codec, await websocket.get_message(), OTHER_FRAME_BYTES)
-    except trio_websocket.ConnectionClosed as exc:
-        raise ConnectionLost(closing(exc)) from None
-    except DecodeError as exc:
-        raise ProtocolError(f"the server's first frame cannot be read: {exc}") from None
-    if isinstance(message, Failed):
-        raise error_of(message)
-    if not isinstance(message, Hello) or message.version != PROTOCOL_VERSION:
-        raise ProtocolError(f"a hello of version {PROTOCOL_VERSION} was due, got {message}")
-    return message
-
-
-def close_code(exc: trio_websocket.ConnectionClosed) -> int | None:
-    return None if exc.reason is None or exc.reason.code == 1006 else exc.reason.code
-
-
-def closing(exc: trio_websocket.ConnectionClosed) -> str:
-    reason = exc.reason
-    if reason is None or reason.code == 1006:
-        return "the connection broke"
-    return f"the connection was closed ({reason.code}{f', {reason.reason}' if reason.reason else ''})"

@@ -1,4 +1,4 @@
-"""From a URL to an open WebSocket. Whatever fails on the way is one plain exception, never a group."""
+"""From a URL to a server's hello on an open WebSocket. What fails on the way is one plain exception, no group."""
 
 import ssl
 from collections.abc import Awaitable, Callable
@@ -10,8 +10,12 @@ import trio
 import trio_websocket
 
 from wsbatch.auth import without_secrets
-from wsbatch.client.errors import ProtocolError, refusal_of
+from wsbatch.client.errors import ProtocolError, error_of, how_closed, refusal_of
+from wsbatch.client.options import ConnectOptions
+from wsbatch.client.progress import OTHER_FRAME_BYTES, read_frame
 from wsbatch.errors import ConnectionLost
+from wsbatch.messages import Failed, Hello
+from wsbatch.wire import PROTOCOL_VERSION, Codec, DecodeError
 
 # Answers are larger than requests: a `finished` with `stream: false` and log probabilities is one message.
 MAX_ANSWER_BYTES = 64 * 2**20
@@ -68,20 +72,15 @@ async def open_stream(address: Address, ssl_context: ssl.SSLContext | None) -> t
 
 
 async def upgrade(
-    nursery: trio.Nursery,
-    stream: trio.abc.Stream,
-    *,
-    host: str,
-    target: str,
-    subprotocol: str,
-    auth_token: str | None,
+    nursery: trio.Nursery, stream: trio.abc.Stream, host: str, target: str, options: ConnectOptions
 ) -> trio_websocket.WebSocketConnection:
     """Turn the stream into a WebSocket; its reader runs in `nursery` and never raises into it.
 
     Raises the server's refusal, ConnectionLost or ProtocolError; the stream is then of no more use, but still open.
     """
     bounded = _Bounded(stream)
-    headers = [(b"Authorization", f"Bearer {auth_token}".encode())] if auth_token is not None else []
+    token = options.auth_token
+    headers = [(b"Authorization", f"Bearer {token}".encode())] if token is not None else []
     reader = _Reader(nursery)
     websocket = None
     with reader.waiting:
@@ -91,7 +90,7 @@ async def upgrade(
             cast(trio.SocketStream, bounded),
             host,
             target,
-            subprotocols=[subprotocol],
+            subprotocols=[options.subprotocol],
             extra_headers=headers,
             max_message_size=MAX_ANSWER_BYTES,
         )
@@ -104,9 +103,24 @@ async def upgrade(
         what = "the connection closed" if reader.error is None else f"{reader.error}"
         raise ConnectionLost(f"no answer to the WebSocket upgrade: {what}") from reader.error
     bounded.lift()
-    if websocket.subprotocol != subprotocol:
-        raise ProtocolError(f"offered subprotocol {subprotocol}, the server chose {websocket.subprotocol}")
+    if websocket.subprotocol != options.subprotocol:
+        raise ProtocolError(f"offered subprotocol {options.subprotocol}, the server chose {websocket.subprotocol}")
     return websocket
+
+
+async def greet(websocket: trio_websocket.WebSocketConnection, codec: Codec) -> Hello:
+    """Wait for the server's first frame. Raises ConnectionLost, ProtocolError, or what the server says instead."""
+    try:
+        message = read_frame(codec, await websocket.get_message(), OTHER_FRAME_BYTES)
+    except trio_websocket.ConnectionClosed as exc:
+        raise ConnectionLost(how_closed(exc)[0]) from None
+    except DecodeError as exc:
+        raise ProtocolError(f"the server's first frame cannot be read: {exc}") from None
+    if isinstance(message, Failed):
+        raise error_of(message)
+    if not isinstance(message, Hello) or message.version != PROTOCOL_VERSION:
+        raise ProtocolError(f"a hello of version {PROTOCOL_VERSION} was due, got {message}")
+    return message
 
 
 class _Bounded(trio.abc.Stream):

@@ -1,5 +1,7 @@
 """What a client raises: the server's own errors by their code, and what the connection does by itself."""
 
+import trio_websocket
+
 from wsbatch.errors import BY_CODE, QueueFull, QuotaExceeded, RequestError, Unauthorized, WsbatchError
 from wsbatch.messages import Failed
 from wsbatch.wire import JSON, DecodeError
@@ -48,6 +50,15 @@ def error_of(failed: Failed) -> RequestError:
     if retry_after_ms is not None:
         retry_after_ms = min(retry_after_ms, _MAX_RETRY_AFTER_MS)
     return known(failed.message[:_MAX_WORDS], retry_after_ms=retry_after_ms)
+
+
+def how_closed(closed: trio_websocket.ConnectionClosed) -> tuple[str, int | None]:
+    """Why a connection ended, and the code that the server closed it with; None where it broke."""
+    reason = closed.reason
+    if reason is None or reason.code == 1006:
+        return "the connection broke", None
+    why = f", {reason.reason}" if reason.reason else ""
+    return f"the connection was closed ({reason.code}{why})", reason.code
 
 
 def refusal_of(status: int, headers: tuple[tuple[bytes, bytes], ...], body: bytes | None) -> WsbatchError:

@@ -2,11 +2,12 @@
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from typing import Unpack
 
 import trio
 
 from wsbatch.auth import without_secrets
-from wsbatch.client import connect
+from wsbatch.client import ConnectOptions, ConnectParams, connect
 from wsbatch.client.dial import parse_url
 from wsbatch.config import PoolConfig
 from wsbatch.errors import ConnectionLost
@@ -16,21 +17,21 @@ from wsbatch.pool.upkeep import Dial
 
 @asynccontextmanager
 async def open_pool(
-    replicas: Iterable[str] | dict[str, Dial], config: PoolConfig | None = None, *, auth_token: str | None = None
+    replicas: Iterable[str] | dict[str, Dial], config: PoolConfig | None = None, **params: Unpack[ConnectParams]
 ) -> AsyncIterator[EnginePool]:
     """A running pool over these servers, once the first of them is ready.
 
     Args:
         replicas: their URLs (ws://, wss://); or names, and how to open a connection to each.
         config: see `PoolConfig`.
-        auth_token: for the replicas.
+        params: how to connect to the replicas whose URLs are given; see `ConnectOptions`.
 
-    Raises ConnectionLost where none is ready within `first_replica_s`, ValueError for a bad URL. Leaving the block
-    ends what is live with `shutdown`; the replicas live on.
+    Raises ConnectionLost where none is ready within `first_replica_s`, ValueError for a bad URL or option. Leaving the
+    block ends what is live with `shutdown`; the replicas live on.
     """
     config = config or PoolConfig()
     pool = EnginePool(config)
-    dials = replicas if isinstance(replicas, dict) else _by_name(replicas, auth_token)
+    dials = replicas if isinstance(replicas, dict) else _by_name(replicas, params)
     for name, dial in dials.items():
         pool.add(name, dial)
     late = False
@@ -52,7 +53,7 @@ async def open_pool(
         raise raised
 
 
-def _by_name(urls: Iterable[str], auth_token: str | None) -> dict[str, Dial]:
+def _by_name(urls: Iterable[str], params: ConnectParams) -> dict[str, Dial]:
     """Named by their URLs, as these may be logged: one that is named as another already is gets a number."""
     dials: dict[str, Dial] = {}
     for url in dict.fromkeys(urls):
@@ -61,12 +62,14 @@ def _by_name(urls: Iterable[str], auth_token: str | None) -> dict[str, Dial]:
         while name in dials:
             number += 1
             name = f"{shown} ({number})"
-        dials[name] = dialling(url, auth_token)
+        dials[name] = _dialling(url, params)
     return dials
 
 
-def dialling(url: str, auth_token: str | None = None) -> Dial:
-    """How to connect to a replica by its URL. Raises ValueError for a bad one."""
+def _dialling(url: str, params: ConnectParams) -> Dial:
+    """How to connect to a replica by its URL. Raises ValueError for a bad one, and for bad options."""
     parse_url(url)
+    ConnectOptions(**params)
     # The pool asks often enough by itself; a replica that is silent is found out that way.
-    return lambda: connect(url, auth_token=auth_token, keepalive_s=None)
+    how: ConnectParams = {"keepalive_s": None, **params}
+    return lambda: connect(url, **how)
