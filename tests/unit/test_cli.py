@@ -20,7 +20,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerCo
     """What `wsbatch serve` would have served."""
     calls: list[tuple[EngineConfig, ServerConfig]] = []
 
-    def host(command: str, engine: EngineConfig, server: ServerConfig, *, while_serving: object) -> int:
+    def host(engine: EngineConfig, server: ServerConfig, *, while_serving: object) -> int:
         calls.append((engine, server))
         return 0
 
@@ -176,7 +176,7 @@ def test_the_replicas_token_comes_from_the_environment_unless_a_flag_gives_it(mo
 
     monkeypatch.setattr("wsbatch.pool.open_pool", open_pool)
     monkeypatch.setattr(route, "set_up_logging", lambda level: None)
-    monkeypatch.setattr(route, "host_engine", lambda command, opening, config, while_serving: opening() or 0)
+    monkeypatch.setattr(route, "host_engine", lambda opening, config, while_serving: opening() or 0)
     monkeypatch.setenv("WSBATCH_AUTH_TOKEN", "clients")
     main(["route", "ws://127.0.0.1:1"])
     monkeypatch.setenv("WSBATCH_REPLICA_TOKEN", "environment\n")

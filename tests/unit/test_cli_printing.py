@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.live import Live
 
+from wsbatch.cli import main
 from wsbatch.cli.logs import LineFormatter
 from wsbatch.cli.output import write, write_json
-from wsbatch.cli.parsing import complain
+from wsbatch.cli.parsing import say_error
 from wsbatch.cli.printing import printable_json
 from wsbatch.cli.screen import MarkdownScreen, PlainScreen
 from wsbatch.cli.timeline import numbers
@@ -65,13 +66,23 @@ def test_frames_on_a_terminal_have_no_controls_and_say_the_same(text: str) -> No
 async def test_what_a_server_says_never_operates_a_terminal(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    complain("chat", ConnectionLost(f"closed: {HOSTILE}"))
+    say_error("wsbatch chat", ConnectionLost(f"closed: {HOSTILE}"))
     PlainScreen().note(f"{HOSTILE} at your service")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     await write(f"{HOSTILE} on ws://…\n")
     captured = capfd.readouterr()
     assert not CONTROLS & set(captured.out + captured.err)
     assert captured.err.count("\n") == 2
+
+
+def test_bad_usage_is_one_line_without_controls_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(["serve", f"--{HOSTILE}\nno flag"])
+    captured = capsys.readouterr()
+    assert exited.value.code == 2
+    assert captured.err.startswith("wsbatch: unrecognized arguments")
+    assert not CONTROLS & set(captured.err)
+    assert captured.err.count("\n") == 1
 
 
 def test_what_a_server_says_is_drawn_without_controls() -> None:

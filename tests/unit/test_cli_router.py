@@ -20,7 +20,7 @@ def test_a_router_holds_no_frame_back_unless_told_to(
 ) -> None:
     served: list[ServerConfig] = []
 
-    def host_engine(command: str, opening: object, server: ServerConfig, *, while_serving: object) -> int:
+    def host_engine(opening: object, server: ServerConfig, *, while_serving: object) -> int:
         served.append(server)
         return 0
 

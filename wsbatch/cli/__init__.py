@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from wsbatch import __version__
 from wsbatch.cli import chat, demo, generate, route, serve, top
-from wsbatch.cli.parsing import Parser, help_format
+from wsbatch.cli.parsing import Parser, help_format, run_parsed
 from wsbatch.cli.streams import run_command
 
 _EPILOG = """\
@@ -35,6 +35,4 @@ def _run(argv: Sequence[str] | None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (serve, demo, generate, chat, top, route):
         command.add_command(commands)
-    arguments = parser.parse_args(argv)
-    status: int = arguments.run(arguments)
-    return status
+    return run_parsed(parser, argv)

@@ -9,9 +9,10 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 import trio
 
 from wsbatch.auth import clean_token
-from wsbatch.cli.parsing import TOKEN_VARIABLE, text, token_from_environment
+from wsbatch.cli.parsing import BAD_USAGE, FAILED, TOKEN_VARIABLE, ending_with, text, token_from_environment
 from wsbatch.cli.settings import number, whole_number
 from wsbatch.client import Client, connect
+from wsbatch.errors import WsbatchError
 from wsbatch.messages import SamplingParams
 
 DEFAULT_URL = "ws://127.0.0.1:8765"
@@ -92,6 +93,13 @@ def dial(arguments: argparse.Namespace, *, retries: int = 0) -> AbstractAsyncCon
     except OSError as error:  # ssl.SSLError is one
         raise ValueError(f"--cafile {arguments.cafile} cannot be loaded: {error.strerror or error}") from error
     return connect(arguments.url, auth_token=token, ssl_context=context, retries=retries)
+
+
+@contextmanager
+def ending_with_its_error() -> Iterator[None]:
+    """Within the block, what goes wrong in asking a server ends the command: with 2 where the usage was bad, else 1."""
+    with ending_with(FAILED, WsbatchError, OSError), ending_with(BAD_USAGE, ValueError):
+        yield
 
 
 @contextmanager

@@ -15,13 +15,14 @@ from wsbatch.cli.asking import (
     add_connection_flags,
     add_sampling_flags,
     dial,
+    ending_with_its_error,
     on_interrupt,
     sampling_of,
 )
 from wsbatch.cli.lines import PROMPT, STOP, Lines, TypedLines, terminal_restored, typed_so_far
 from wsbatch.cli.link import Link, Tell
 from wsbatch.cli.output import Pace, while_read
-from wsbatch.cli.parsing import Commands, add_parser, complain, text
+from wsbatch.cli.parsing import Commands, add_parser, text
 from wsbatch.cli.screen import Screen, make_screen
 from wsbatch.cli.streams import INTERRUPTED, UNREAD, OutputLost
 from wsbatch.errors import NeverFits, TooLarge, WsbatchError
@@ -82,15 +83,8 @@ def add_command(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Talk until the end of input; the exit status."""
-    try:
-        with terminal_restored():
-            return trio.run(_chat, arguments)
-    except (WsbatchError, OSError) as error:
-        complain("chat", error)
-        return 1
-    except ValueError as error:
-        complain("chat", error)
-        return 2
+    with ending_with_its_error(), terminal_restored():
+        return trio.run(_chat, arguments)
 
 
 async def _chat(arguments: argparse.Namespace) -> int:

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from wsbatch.cli.hosting import CANNOT_START, host, set_up_logging
+from wsbatch.cli.hosting import CANNOT_START, host
+from wsbatch.cli.logs import set_up_logging
 from wsbatch.cli.output import while_read, write, write_text
-from wsbatch.cli.parsing import Commands, add_parser, complain, text
+from wsbatch.cli.parsing import Commands, add_parser, ending_with, say_error, text
 from wsbatch.cli.settings import read_settings, whole_number
 from wsbatch.client import connect
 from wsbatch.config import EngineConfig, ServerConfig
@@ -62,15 +63,12 @@ def add_command(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the demo; the exit status."""
-    try:
+    with ending_with(CANNOT_START, ValueError):
         engine_config = read_settings(arguments, EngineConfig)
         server_config = read_settings(arguments, ServerConfig, allow_watch=True)
-    except ValueError as error:
-        complain("demo", error)
-        return CANNOT_START
     set_up_logging("warning")
     demo = _Demo(arguments)
-    status = host("demo", engine_config, server_config, while_serving=demo.show)
+    status = host(engine_config, server_config, while_serving=demo.show)
     return status or demo.status
 
 
@@ -96,7 +94,7 @@ class _Demo:
                 finished, pace = await write_text(stream, end_line=True)
             await write(f"\n[{pace}]\n")
         except WsbatchError as error:
-            complain("demo", error)
+            say_error("wsbatch demo", error)
             return
         if finished.finish_reason not in ("stop", "length"):
             return

@@ -10,14 +10,15 @@ from wsbatch.cli.asking import (
     add_connection_flags,
     add_sampling_flags,
     dial,
+    ending_with_its_error,
     on_interrupt,
     sampling_of,
 )
 from wsbatch.cli.output import while_read, write_json, write_text
-from wsbatch.cli.parsing import Commands, add_parser, complain
+from wsbatch.cli.parsing import Commands, add_parser
 from wsbatch.cli.streams import INTERRUPTED, UNREAD, read_stdin
 from wsbatch.client import TokenStream
-from wsbatch.errors import Draining, RequestError, WsbatchError
+from wsbatch.errors import Draining, RequestError
 from wsbatch.messages import DEFAULT_MAX_TOKENS, ChatMessage, Failed, GenerateRequest, SamplingParams, ServerMessage
 from wsbatch.wire import JSON
 
@@ -63,15 +64,9 @@ def add_command(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask and print; the exit status."""
-    try:
+    with ending_with_its_error():
         prompt = read_stdin() if arguments.prompt == "-" else arguments.prompt
         return trio.run(_generate, arguments, prompt)
-    except (WsbatchError, OSError) as error:
-        complain("generate", error)
-        return 1
-    except ValueError as error:
-        complain("generate", error)
-        return 2
 
 
 async def _generate(arguments: argparse.Namespace, prompt: str) -> int:

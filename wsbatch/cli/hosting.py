@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 import trio
 
 from wsbatch.cli.descriptors import allow_connections
-from wsbatch.cli.logs import LineFormatter
-from wsbatch.cli.parsing import complain
+from wsbatch.cli.parsing import BAD_USAGE, CommandError
 from wsbatch.cli.progress import LoadProgress, load_progress
 from wsbatch.cli.settings import in_flags
 from wsbatch.cli.streams import OutputLost
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("wsbatch.cli")
 
-STOPPED, FORCED, CANNOT_START, ENGINE_DIED = 0, 1, 2, 70
+STOPPED, FORCED, CANNOT_START, ENGINE_DIED = 0, 1, BAD_USAGE, 70
 
 EXIT_STATUSES = f"""\
 exit statuses:
@@ -55,14 +54,6 @@ WhileServing: TypeAlias = Callable[["Server"], Awaitable[None]]
 Opening: TypeAlias = Callable[[], AbstractAsyncContextManager["Engine"]]
 
 
-def set_up_logging(level: str) -> None:
-    """Log to stderr: this package from `level` on, what it stands on from warnings on."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(handlers=[handler], level=logging.WARNING)
-    logging.getLogger("wsbatch").setLevel(level.upper())
-
-
 def say_where(server: "Server") -> None:
     """Say on stdout where the server listens. A stdout that takes nothing is no reason not to serve."""
     try:
@@ -79,7 +70,7 @@ async def announce(server: "Server") -> None:
     await trio.sleep_forever()
 
 
-def host(command: str, engine_config: EngineConfig, server_config: ServerConfig, *, while_serving: WhileServing) -> int:
+def host(engine_config: EngineConfig, server_config: ServerConfig, *, while_serving: WhileServing) -> int:
     """Load the model and serve it until a signal comes; the exit status.
 
     `while_serving` is run once the server listens; when it returns, the server stops as it does for a signal.
@@ -92,35 +83,34 @@ def host(command: str, engine_config: EngineConfig, server_config: ServerConfig,
             LOG.info("loading model %s", engine_config.model)
             return open_engine(engine_config, progress=progress)
 
-        return host_engine(command, opening, server_config, while_serving=while_serving, progress=progress)
+        return host_engine(opening, server_config, while_serving=while_serving, progress=progress)
 
 
 def host_engine(
-    command: str,
     opening: Opening,
     server_config: ServerConfig,
     *,
     while_serving: WhileServing,
     progress: LoadProgress | None = None,
 ) -> int:
-    """Serve the engine that `opening` opens, until a signal comes; the exit status. `progress` is of its loading."""
+    """Serve the engine that `opening` opens, until a signal comes; the exit status. `progress` is of its loading.
+
+    Raises CommandError where it cannot start.
+    """
     allow_connections(server_config.max_connections)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         # Here, because the base install has none of it.
         import wsbatch.server.serve  # noqa: F401
     except ModuleNotFoundError as error:
-        complain(command, f"{error.name} is not installed: a server needs `pip install 'wsbatch[server]'`")
-        return CANNOT_START
-    try:
-        return trio.run(_Hosting(opening, server_config, while_serving=while_serving, progress=progress).run)
-    except _CannotStart as error:
-        complain(command, in_flags(error))
-        return CANNOT_START
+        why = f"{error.name} is not installed: a server needs `pip install 'wsbatch[server]'`"
+        raise CommandError(why, CANNOT_START) from error
+    return trio.run(_Hosting(opening, server_config, while_serving=while_serving, progress=progress).run)
 
 
-class _CannotStart(Exception):
-    """One line that says why."""
+class _CannotStart(CommandError):
+    def __init__(self, why: object) -> None:
+        super().__init__(in_flags(why), CANNOT_START)
 
 
 class _Hosting:

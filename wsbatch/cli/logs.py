@@ -1,5 +1,6 @@
-"""What stands in a log line."""
+"""The log on stderr: from which severity on, and what stands in a line."""
 
+import argparse
 import logging
 from typing import Any
 
@@ -22,3 +23,21 @@ class LineFormatter(logging.Formatter):
     def formatException(self, ei: Any) -> str:  # noqa: N802 - its name in the library
         """See `logging.Formatter`."""
         return super().formatException(ei).translate(_ESCAPES_IN_TRACEBACKS)
+
+
+def add_log_level(parser: argparse.ArgumentParser) -> None:
+    """Add the flag for `set_up_logging`."""
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="least severity logged to stderr (default: info)",
+    )
+
+
+def set_up_logging(level: str) -> None:
+    """Log to stderr: this package from `level` on, what it stands on from warnings on."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    logging.getLogger("wsbatch").setLevel(level.upper())

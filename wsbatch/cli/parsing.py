@@ -1,9 +1,11 @@
-"""What every command's parser shares: one-line errors, help that keeps its line breaks."""
+"""What every command shares: how it is parsed and run, errors in one line, help that keeps its line breaks."""
 
 import argparse
 import os
 import shutil
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeAlias
 
 from wsbatch.auth import clean_token
@@ -13,6 +15,20 @@ from wsbatch.cli.printing import without_controls
 Commands: TypeAlias = Any
 
 TOKEN_VARIABLE = "WSBATCH_AUTH_TOKEN"
+
+FAILED, BAD_USAGE = 1, 2
+
+
+class CommandError(Exception):
+    """Ends a command with one line on stderr.
+
+    Attributes:
+        status: the exit status.
+    """
+
+    def __init__(self, why: object, status: int) -> None:
+        super().__init__(why)
+        self.status = status
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,7 +40,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit with 2."""
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+        say_error(self.prog, message)
+        self.exit(BAD_USAGE)
 
 
 def help_format(prog: str) -> argparse.HelpFormatter:
@@ -38,7 +55,28 @@ def add_parser(commands: Commands, name: str, *, help: str, description: str, ep
     parser: Parser = commands.add_parser(
         name, help=help, description=description, epilog=epilog, formatter_class=help_format
     )
+    parser.set_defaults(program=parser.prog)
     return parser
+
+
+def run_parsed(parser: Parser, argv: Sequence[str] | None) -> int:
+    """Run the subcommand that `argv` names (default: sys.argv); the exit status. Bad usage exits with 2."""
+    arguments = parser.parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except CommandError as error:
+        say_error(arguments.program, error.args[0])
+        return error.status
+    return status
+
+
+@contextmanager
+def ending_with(status: int, *errors: type[Exception]) -> Iterator[None]:
+    """Within the block, errors of these kinds end the command with this exit status."""
+    try:
+        yield
+    except errors as error:
+        raise CommandError(error, status) from error
 
 
 def token_from_environment(variable: str = TOKEN_VARIABLE) -> str | None:
@@ -57,11 +95,6 @@ def text(value: str) -> str:
     return value
 
 
-def complain(command: str, message: object) -> None:
-    """One line on stderr, however many the message has."""
-    say_error(f"wsbatch {command}", message)
-
-
 def say_error(program: str, message: object) -> None:
-    """The same, from another program than `wsbatch`."""
+    """One line on stderr, however many the message has, and without control characters."""
     print(f"{program}: {without_controls(' '.join(str(message).split())) or repr(message)}", file=sys.stderr)

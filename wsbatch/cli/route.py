@@ -5,9 +5,9 @@ from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
 from wsbatch.auth import clean_token
-from wsbatch.cli.hosting import CANNOT_START, EXIT_STATUSES, announce, host_engine, set_up_logging
-from wsbatch.cli.parsing import TOKEN_VARIABLE, Commands, add_parser, complain, text, token_from_environment
-from wsbatch.cli.serve import LOG_LEVELS
+from wsbatch.cli.hosting import CANNOT_START, EXIT_STATUSES, announce, host_engine
+from wsbatch.cli.logs import add_log_level, set_up_logging
+from wsbatch.cli.parsing import TOKEN_VARIABLE, Commands, add_parser, ending_with, text, token_from_environment
 from wsbatch.cli.settings import ROUTER_DEFAULTS, add_settings, read_settings
 from wsbatch.config import PoolConfig, ServerConfig
 
@@ -51,21 +51,16 @@ def add_command(commands: Commands) -> None:
     )
     add_settings(parser, PoolConfig, title="replicas")
     add_settings(parser, ServerConfig, title="server", **ROUTER_DEFAULTS)
-    parser.add_argument(
-        "--log-level", choices=LOG_LEVELS, default="info", help="least severity logged to stderr (default: info)"
-    )
+    add_log_level(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Route until the end; the exit status."""
-    try:
+    with ending_with(CANNOT_START, ValueError):
         pool_config = read_settings(arguments, PoolConfig)
         server_config = read_settings(arguments, ServerConfig, auth_token=token_from_environment(), **ROUTER_DEFAULTS)
         replica_token = _replica_token(arguments.replica_token)
-    except ValueError as error:
-        complain("route", error)
-        return CANNOT_START
     set_up_logging(arguments.log_level)
     token = server_config.auth_token if replica_token is None else replica_token
 
@@ -74,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         return open_pool(arguments.replicas, pool_config, auth_token=token)
 
-    return host_engine("route", opening, server_config, while_serving=announce)
+    return host_engine(opening, server_config, while_serving=announce)
 
 
 def _replica_token(flag: str | None) -> str | None:

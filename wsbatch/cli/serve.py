@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from wsbatch.cli.hosting import CANNOT_START, EXIT_STATUSES, LOG, announce, host, host_engine, say_where, set_up_logging
-from wsbatch.cli.parsing import TOKEN_VARIABLE, Commands, add_parser, complain, text, token_from_environment
+from wsbatch.cli.hosting import CANNOT_START, EXIT_STATUSES, LOG, announce, host, host_engine, say_where
+from wsbatch.cli.logs import add_log_level, set_up_logging
+from wsbatch.cli.parsing import TOKEN_VARIABLE, Commands, add_parser, ending_with, text, token_from_environment
 from wsbatch.cli.settings import ROUTER_DEFAULTS, add_settings, read_settings
 from wsbatch.config import EngineConfig, FleetConfig, PoolConfig, ServerConfig
 from wsbatch.errors import WsbatchError
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from wsbatch.engine.interface import Engine
     from wsbatch.pool.ray import Fleet
     from wsbatch.server.serve import Server
-
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _DESCRIPTION = """\
 Load a model and serve it over WebSockets, with /livez, /readyz and /metrics on the same port.
@@ -64,15 +63,13 @@ def add_command(commands: Commands) -> None:
     )
     add_settings(parser, FleetConfig, title="replicas on Ray (with --ray)")
     add_settings(parser, PoolConfig, title="router (with --ray)")
-    parser.add_argument(
-        "--log-level", choices=LOG_LEVELS, default="info", help="least severity logged to stderr (default: info)"
-    )
+    add_log_level(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until the end; the exit status."""
-    try:
+    with ending_with(CANNOT_START, ValueError):
         engine_config = read_settings(arguments, EngineConfig)
         defaults = {} if arguments.ray is None else ROUTER_DEFAULTS
         server_config = read_settings(arguments, ServerConfig, auth_token=token_from_environment(), **defaults)
@@ -80,9 +77,6 @@ def run(arguments: argparse.Namespace) -> int:
         pool_config = read_settings(arguments, PoolConfig)
         if arguments.ray is None and fleet_config.replicas > 1:
             raise ValueError(f"--replicas is {fleet_config.replicas}: more than one needs --ray, or `wsbatch route`")
-    except ValueError as error:
-        complain("serve", error)
-        return CANNOT_START
     set_up_logging(arguments.log_level)
     if arguments.ray is not None:
 
@@ -98,8 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
             )
 
         replicas = _Replicas(opening)
-        return host_engine("serve", replicas.open, server_config, while_serving=replicas.command)
-    return host("serve", engine_config, server_config, while_serving=announce)
+        return host_engine(replicas.open, server_config, while_serving=replicas.command)
+    return host(engine_config, server_config, while_serving=announce)
 
 
 class _Replicas:

@@ -49,7 +49,7 @@ def read_settings(arguments: argparse.Namespace, config: type[_Config], **defaul
         raise ValueError(in_flags(error)) from error
 
 
-def in_flags(error: Exception) -> str:
+def in_flags(error: object) -> str:
     """The error's message with `EngineConfig.max_batch_size` as the flag that sets it."""
     return re.sub(r"\b(?:Engine|Server|Pool|Fleet)Config\.(\w+)", lambda found: _flag(found[1]), str(error))
 

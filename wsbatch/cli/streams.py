@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import TYPE_CHECKING, Any, TextIO
 
+from wsbatch.cli.parsing import FAILED, say_error
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
@@ -29,7 +31,7 @@ class OutputLost(Exception):
 
     def __init__(self, error: OSError) -> None:
         super().__init__(f"cannot write to stdout: {error.strerror or error}")
-        self.status = UNREAD if isinstance(error, BrokenPipeError) else 1
+        self.status = UNREAD if isinstance(error, BrokenPipeError) else FAILED
 
 
 def run_command(program: str, act: Callable[[], int]) -> int:
@@ -55,7 +57,7 @@ def run_command(program: str, act: Callable[[], int]) -> int:
                 raise
             lost = found
         if lost.status != UNREAD:
-            print(f"{program}: {lost}", file=sys.stderr)
+            say_error(program, lost)
         return lost.status
 
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import trio
 
-from wsbatch.cli.asking import DEFAULT_URL, add_connection_flags, dial, on_interrupt
+from wsbatch.cli.asking import DEFAULT_URL, add_connection_flags, dial, ending_with_its_error, on_interrupt
 from wsbatch.cli.output import while_read, write
-from wsbatch.cli.parsing import Commands, add_parser, complain, text
+from wsbatch.cli.parsing import Commands, add_parser, say_error, text
 from wsbatch.cli.printing import without_controls
 from wsbatch.cli.settings import count
 from wsbatch.cli.streams import UNREAD
 from wsbatch.cli.timeline import GLYPHS, Timeline, numbers
 from wsbatch.client import BatchWatch
-from wsbatch.errors import ConnectionLost, WsbatchError
+from wsbatch.errors import ConnectionLost
 from wsbatch.messages import BatchSnapshot
 
 if TYPE_CHECKING:
@@ -62,15 +62,8 @@ def add_command(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Watch until the end; the exit status."""
     arguments.url = arguments.address or arguments.url
-    try:
-        with _view(plain=arguments.plain or not sys.stdout.isatty()) as view:
-            trio.run(_watch, arguments, view)
-    except (WsbatchError, OSError) as error:
-        complain("top", error)
-        return 1
-    except ValueError as error:
-        complain("top", error)
-        return 2
+    with ending_with_its_error(), _view(plain=arguments.plain or not sys.stdout.isatty()) as view:
+        trio.run(_watch, arguments, view)
     return 0
 
 
@@ -152,7 +145,7 @@ class _Lines:
         await write(f"t={self._snapshot.t_ms / 1000:.1f}s {' '.join(parts)}\n")
 
     def lost(self, error: ConnectionLost) -> None:
-        complain("top", f"{error}; trying again")
+        say_error("wsbatch top", f"{error}; trying again")
 
 
 # As in the browser page: told apart by every kind of colour vision.

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from wsbatch.cli.parsing import Parser, help_format, say_error
+from wsbatch.cli.parsing import Parser, help_format, run_parsed, say_error
 from wsbatch.cli.streams import run_command
 from wsbatch.processes import keep_working_directory_off_paths
 
@@ -30,6 +30,4 @@ def _run(argv: Sequence[str] | None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in (load, compare, calibrate, sweep, choose, study, static, scaling, plan):
         command.add_command(commands)
-    arguments = parser.parse_args(argv)
-    status: int = arguments.run(arguments)
-    return status
+    return run_parsed(parser, argv)
