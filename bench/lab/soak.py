@@ -13,6 +13,7 @@ from lab_tools.soak_load import SoakPlan, SoakRun, left_over, soak, trends
 from lab_tools.suspension import Suspension
 from wsbatch.cli.parsing import say_error
 from wsbatch.errors import WsbatchError
+from wsbatch.nurseries import first_error
 from wsbatch_bench.load.http_client import HttpFailed
 from wsbatch_bench.load.server import ServerProcess, server_process, wsbatch_command
 from wsbatch_bench.quantiles import observed_quantile
@@ -73,10 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
         with server_process(_command(arguments, plan)) as server:
             done = trio.run(_soak, server, plan, suspension)
     except* (RuntimeError, OSError, WsbatchError, HttpFailed) as group:
-        failure = group
+        failure = first_error(group)
     if failure is not None:
-        while isinstance(failure, BaseExceptionGroup):
-            failure = failure.exceptions[0]
         return _complain("; ".join(filter(None, [str(failure), str(suspension)])))
     lines, good = report(done, suspension)
     print("\n".join(lines))

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import trio
 
 from wsbatch.errors import WsbatchError
+from wsbatch.nurseries import first_error
 from wsbatch_bench.load.http_client import HttpFailed
 
 _T = TypeVar("_T")
@@ -21,11 +22,5 @@ def run_trio(function: Callable[..., Awaitable[_T]], *args: Any, clock: trio.abc
         if group.subgroup(KeyboardInterrupt) is not None:
             raise KeyboardInterrupt from None
         if group.split(Unreachable)[1] is None:
-            raise _leaf(group) from None
+            raise first_error(group) from None
         raise
-
-
-def _leaf(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -24,9 +24,10 @@ from wsbatch.cli.link import Link, Tell
 from wsbatch.cli.output import Pace, while_read
 from wsbatch.cli.parsing import Commands, add_parser, text
 from wsbatch.cli.screen import Screen, make_screen
-from wsbatch.cli.streams import INTERRUPTED, UNREAD, OutputLost
+from wsbatch.cli.streams import INTERRUPTED, UNREAD
 from wsbatch.errors import NeverFits, TooLarge, WsbatchError
 from wsbatch.messages import ChatMessage, Event, Finished, GenerateRequest, SamplingParams, Tokens
+from wsbatch.nurseries import background_tasks
 from wsbatch.wire.fields import WireLimits
 
 _MAX_TOKENS = 512
@@ -89,20 +90,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _chat(arguments: argparse.Namespace) -> int:
     screen = make_screen(plain=arguments.plain)
-    raised: Exception | None = None
-    status = 0
-    async with trio.open_nursery() as nursery:
+    async with background_tasks() as nursery:
         link = Link(nursery, partial(dial, arguments), notify=screen.note)
         chat = Chat(link, screen, sampling_of(arguments), system=arguments.system)
-        try:
-            with on_interrupt(chat.interrupt):
-                async with while_read():
-                    status = await chat.run()
-        except (WsbatchError, OSError, ValueError, OutputLost) as error:  # in here, it would come out in a group
-            raised = error
-        link.drop()
-    if raised is not None:
-        raise raised
+        with on_interrupt(chat.interrupt):
+            async with while_read():
+                status = await chat.run()
     return status
 
 
@@ -259,19 +252,13 @@ class Chat:
 
     async def _until_stopped(self, ask: Callable[[], Awaitable[None]]) -> bool:
         """Wait for the answer, or for Ctrl-C or /stop; whether it was those. Raises what `ask` raises, as it is."""
-        failure: Exception | None = None
-        stopped = True
-        async with trio.open_nursery() as nursery:
-            self._answering = nursery.cancel_scope
-            if self._typed:
-                nursery.start_soon(self._lines.watch, nursery.cancel_scope.cancel)
-            try:
+        try:
+            async with background_tasks() as nursery:
+                self._answering = nursery.cancel_scope
+                if self._typed:
+                    nursery.start_soon(self._lines.watch, nursery.cancel_scope.cancel)
                 await ask()
-                stopped = False
-            except Exception as error:  # noqa: BLE001 - raised below: in here, it would come out in a group
-                failure = error
-            nursery.cancel_scope.cancel()
-        self._answering = None
-        if failure is not None:
-            raise failure
-        return stopped
+                return False
+        finally:
+            self._answering = None
+        return True

@@ -20,6 +20,7 @@ from wsbatch.cli.settings import in_flags
 from wsbatch.cli.streams import OutputLost
 from wsbatch.config import EngineConfig, ServerConfig
 from wsbatch.errors import EngineDead, WsbatchError
+from wsbatch.nurseries import background_tasks
 
 if TYPE_CHECKING:
     from wsbatch.engine.interface import Engine
@@ -157,22 +158,19 @@ class _Hosting:
 
     async def _serve(self, engine: "Engine") -> None:
         """From listening to the end of the last connection."""
-        failure: _CannotStart | None = None
-        async with trio.open_nursery() as nursery:
+        async with background_tasks() as nursery:
             try:
                 self._server = await nursery.start(self._serve_to_end, engine, nursery.cancel_scope)
             except OSError as error:
                 where = error.filename or f"{self._server_config.host}:{self._server_config.port}"
-                failure = _CannotStart(f"cannot listen on {where}: {error.strerror or error}")
+                raise _CannotStart(f"cannot listen on {where}: {error.strerror or error}") from error
             except ValueError as error:
-                failure = _CannotStart(error)
-            else:
-                for host, port in self._server.probe_addresses:
-                    LOG.info("probes and /metrics alone on %s, port %d", host, port)
-                nursery.start_soon(self._drain_when_asked, self._server)
-                nursery.start_soon(self._run_while_serving, self._server)
-        if failure is not None:  # raised in there, it would come out in a group
-            raise failure
+                raise _CannotStart(error) from error
+            for host, port in self._server.probe_addresses:
+                LOG.info("probes and /metrics alone on %s, port %d", host, port)
+            nursery.start_soon(self._drain_when_asked, self._server)
+            nursery.start_soon(self._run_while_serving, self._server)
+            await trio.sleep_forever()  # `_serve_to_end` ends it
 
     async def _serve_to_end(
         self, engine: "Engine", rest: trio.CancelScope, *, task_status: trio.TaskStatus["Server"]

@@ -12,6 +12,7 @@ from wsbatch.cli.printing import printable, printable_json
 from wsbatch.cli.streams import OutputLost, has_reader, write_whole
 from wsbatch.client import TokenStream
 from wsbatch.messages import Event, Finished, Tokens
+from wsbatch.nurseries import background_tasks
 
 # Between two looks at whether anybody reads stdout.
 _LOOK_S = 0.5
@@ -43,7 +44,6 @@ async def _write(data: bytes) -> None:
 async def while_read() -> AsyncIterator[None]:
     """Run the block while somebody reads stdout; raises OutputLost once nobody does, also where nothing is written."""
     unread = False
-    raised: Exception | None = None
 
     async def look() -> None:
         nonlocal unread
@@ -52,15 +52,9 @@ async def while_read() -> AsyncIterator[None]:
         unread = True
         nursery.cancel_scope.cancel()
 
-    async with trio.open_nursery() as nursery:
+    async with background_tasks() as nursery:
         nursery.start_soon(look)
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - raised below: in here, it would come out in a group
-            raised = error
-        nursery.cancel_scope.cancel()
-    if raised is not None:
-        raise raised
+        yield
     if unread:
         raise OutputLost(BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)))
 

@@ -13,6 +13,7 @@ from wsbatch.client.options import ConnectOptions, ConnectParams, ScriptParams
 from wsbatch.client.request import GenerateParams, Prompt
 from wsbatch.client.stream import Completion, backoff_s
 from wsbatch.errors import ConnectionLost, RequestError
+from wsbatch.nurseries import background_tasks
 from wsbatch.wire import CODECS
 
 
@@ -67,28 +68,21 @@ async def open_client(
 async def _opened(
     stream: trio.abc.Stream, host: str, target: str, options: ConnectOptions, *, deadline_s: float
 ) -> AsyncIterator[Client]:
-    raised: BaseException | None = None
-    async with trio.open_nursery() as nursery:
-        # The nursery would wrap what is raised in it in a group; so nothing is, not even Cancelled.
+    async with background_tasks() as nursery:
+        tasks = await nursery.start(_background)
         try:
-            tasks = await nursery.start(_background)
+            client = await _greeted(tasks, stream, host, target, options, deadline_s=deadline_s)
+            tasks.start_soon(client.receive)
+            tasks.start_soon(client.transmit)
+            if options.keepalive_s is not None:
+                tasks.start_soon(client.keep_alive, options.keepalive_s)
             try:
-                client = await _greeted(tasks, stream, host, target, options, deadline_s=deadline_s)
-                tasks.start_soon(client.receive)
-                tasks.start_soon(client.transmit)
-                if options.keepalive_s is not None:
-                    tasks.start_soon(client.keep_alive, options.keepalive_s)
-                try:
-                    yield client
-                finally:
-                    await client.close(options.close_timeout_s)
+                yield client
             finally:
-                tasks.cancel_scope.cancel()
-                await trio.aclose_forcefully(stream)
-        except BaseException as exc:  # noqa: BLE001  (raised below)
-            raised = exc
-    if raised is not None:
-        raise raised
+                await client.close(options.close_timeout_s)
+        finally:
+            tasks.cancel_scope.cancel()
+            await trio.aclose_forcefully(stream)
 
 
 async def _background(task_status: trio.TaskStatus[trio.Nursery]) -> None:

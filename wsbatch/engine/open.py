@@ -17,6 +17,7 @@ from wsbatch.engine.loop import BatchEngine
 from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.engine.tokenization import PromptTokenizer, Run, in_thread
 from wsbatch.engine.worker import ThreadWorker, Worker
+from wsbatch.nurseries import background_tasks
 from wsbatch.steps import Model, ModelInfo
 from wsbatch.text import ByteText, TextCodec
 
@@ -54,8 +55,7 @@ async def open_engine(
         codecs.append(codec)
         return model
 
-    failure: Exception | None = None
-    async with trio.open_nursery() as nursery:
+    async with background_tasks() as nursery:
         try:
             info: ModelInfo = await nursery.start(worker.run, build)
             engine = assemble(config, info=info, worker=worker, codec=codecs[0])
@@ -63,14 +63,9 @@ async def open_engine(
             nursery.start_soon(watch_loop, engine.metrics)
             yield engine
             if engine.state == "dead":
-                failure = await engine.wait_dead()
-        except Exception as error:  # noqa: BLE001 - raised again below, outside the nursery, as it is
-            failure = error
+                raise await engine.wait_dead()
         finally:
-            nursery.cancel_scope.cancel()
             worker.close()
-    if failure is not None:
-        raise failure
 
 
 async def watch_loop(metrics: EngineMetrics) -> None:

@@ -11,6 +11,7 @@ from wsbatch.client import ConnectOptions, ConnectParams, connect
 from wsbatch.client.dial import parse_url
 from wsbatch.config import PoolConfig
 from wsbatch.errors import ConnectionLost
+from wsbatch.nurseries import background_tasks
 from wsbatch.pool.engine_pool import EnginePool
 from wsbatch.pool.upkeep import Dial
 
@@ -34,23 +35,13 @@ async def open_pool(
     dials = replicas if isinstance(replicas, dict) else _by_name(replicas, params)
     for name, dial in dials.items():
         pool.add(name, dial)
-    late = False
-    raised: BaseException | None = None
-    async with trio.open_nursery() as nursery:
+    async with background_tasks() as nursery:
         nursery.start_soon(pool.run)
         with trio.move_on_after(config.first_replica_s) as patience:
             await pool.wait_ready()
-        late = patience.cancelled_caught
-        if not late:
-            try:
-                yield pool
-            except BaseException as error:  # noqa: BLE001 - raised below, outside the nursery, as it is
-                raised = error
-        nursery.cancel_scope.cancel()
-    if late:
-        raise ConnectionLost(f"none of {', '.join(dials)} was ready within {config.first_replica_s:g} s")
-    if raised is not None:
-        raise raised
+        if patience.cancelled_caught:
+            raise ConnectionLost(f"none of {', '.join(dials)} was ready within {config.first_replica_s:g} s")
+        yield pool
 
 
 def _by_name(urls: Iterable[str], params: ConnectParams) -> dict[str, Dial]:

@@ -20,6 +20,7 @@ import trio
 from wsbatch.client import Client, connect
 from wsbatch.config import EngineConfig, FleetConfig, PoolConfig, ServerConfig
 from wsbatch.errors import ConnectionLost, WsbatchError
+from wsbatch.nurseries import background_tasks
 from wsbatch.pool import EnginePool, Replica
 from wsbatch.pool.scaling import Memory, decide
 
@@ -206,31 +207,24 @@ async def open_fleet(
     # them, and trio lets a thread go that has been idle for ten seconds. Not the main one: Ray would take its signals.
     thread = ThreadPoolExecutor(1, "wsbatch-ray")
     connected = False
-    raised: BaseException | None = None
     pool = EnginePool(pool_config)
     fleet = Fleet(ray, pool, config, engine_config, drain_s=drain_s)
     try:
         connected = await trio.to_thread.run_sync(thread.submit(_init, ray, address).result)
-        async with trio.open_nursery() as nursery:
-            try:
-                await fleet.scale(config.replicas)
-                nursery.start_soon(pool.run)
-                with trio.move_on_after(config.start_timeout_s) as patience:
-                    await pool.wait_ready()
-                if patience.cancelled_caught:
-                    raise ConnectionLost(f"no replica was ready within {config.start_timeout_s:g} s")
-                if config.min_replicas is not None or config.max_replicas is not None:
-                    nursery.start_soon(fleet.autoscale)
-                yield fleet
-            except BaseException as error:  # noqa: BLE001 - raised below, outside the nursery, as it is
-                raised = error
-            nursery.cancel_scope.cancel()
+        async with background_tasks() as nursery:
+            await fleet.scale(config.replicas)
+            nursery.start_soon(pool.run)
+            with trio.move_on_after(config.start_timeout_s) as patience:
+                await pool.wait_ready()
+            if patience.cancelled_caught:
+                raise ConnectionLost(f"no replica was ready within {config.start_timeout_s:g} s")
+            if config.min_replicas is not None or config.max_replicas is not None:
+                nursery.start_soon(fleet.autoscale)
+            yield fleet
     finally:
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(lambda: _shut_down(ray, list(fleet.actors.values()), disconnect=connected))
         thread.shutdown()
-    if raised is not None:
-        raise raised
 
 
 def _import_ray() -> Any:

@@ -17,6 +17,7 @@ from wsbatch.client.errors import ProtocolError, printable
 from wsbatch.config import PoolConfig
 from wsbatch.errors import ConnectionLost, WsbatchError
 from wsbatch.messages import Hello, Status
+from wsbatch.nurseries import first_error
 from wsbatch.pool.loop_clock import LoopClock
 from wsbatch.pool.replica import Replica
 
@@ -67,7 +68,7 @@ class Upkeep:
                     try:
                         await self._keep()
                     except* (WsbatchError, OSError) as errors:
-                        self._replica.tell(f"cannot be used: {_first(errors)}")
+                        self._replica.tell(f"cannot be used: {first_error(errors)}")
                     except* Exception:
                         _logger.exception("replica %s: an unexpected error", self._replica.name)
                     self._replica.lose("its connections ended")
@@ -183,9 +184,3 @@ class _Pauses:
         # Spread, so that many routers do not come back as one.
         await trio.sleep(self._next_s * (1 + random.random()) / 2)
         self._next_s = min(self._longest_s, 2 * self._next_s)
-
-
-def _first(errors: BaseException) -> BaseException:
-    while isinstance(errors, BaseExceptionGroup):
-        errors = errors.exceptions[0]
-    return errors

@@ -8,6 +8,7 @@ import trio
 
 from wsbatch.config import ServerConfig
 from wsbatch.messages import Hello
+from wsbatch.nurseries import background_tasks
 from wsbatch.server.serve import Server, serve
 from wsbatch.testing.clients import BareClient
 from wsbatch.testing.engines import ScriptedEngine
@@ -55,7 +56,7 @@ async def serving(
 ) -> AsyncIterator[Served]:
     """Serve while the block runs; every `interval_s` each live stream gets a token (None: none by itself)."""
     engine = engine or ScriptedEngine()
-    async with trio.open_nursery() as nursery:
+    async with background_tasks() as nursery:
         served = Served(await nursery.start(serve, engine, config), engine)
         if interval_s is not None:
             nursery.start_soon(lambda: engine.play(interval_s=interval_s))
@@ -63,4 +64,3 @@ async def serving(
             yield served
         finally:
             await served.aclose()
-            nursery.cancel_scope.cancel()

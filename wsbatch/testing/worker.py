@@ -11,6 +11,7 @@ from wsbatch.engine.loop import BatchEngine
 from wsbatch.engine.open import assemble
 from wsbatch.errors import StepFailed
 from wsbatch.model.simulated import DEFAULT_COSTS, SimulatedModel
+from wsbatch.nurseries import background_tasks
 from wsbatch.steps import PaddedStart, PagedStep, StepPlan, StepResult
 from wsbatch.text import ByteText, TextCodec
 
@@ -57,7 +58,6 @@ async def open_virtual_engine(
     model = SimulatedModel(costs, max_model_len=config.max_model_len or 8192, block_tokens=config.block_tokens)
     worker = VirtualWorker(model)
     engine = assemble(config, info=model.info, worker=worker, codec=codec or ByteText(), run=tokenize_here)
-    async with trio.open_nursery() as nursery:
+    async with background_tasks() as nursery:
         nursery.start_soon(engine.run)
         yield engine, worker
-        nursery.cancel_scope.cancel()

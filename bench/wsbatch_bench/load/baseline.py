@@ -9,6 +9,7 @@ from typing import Any
 import trio
 
 from wsbatch.messages import SamplingParams
+from wsbatch.nurseries import background_tasks
 from wsbatch_bench.load.record import Record
 
 
@@ -133,7 +134,6 @@ async def open_transformers_target(
 
     loaded = await trio.to_thread.run_sync(lambda: load(model, dtype=dtype, threads=threads))
     target = TransformersTarget(loaded.model, model, max_batch_size=max_batch_size, max_wait_s=max_wait_ms / 1000)
-    async with trio.open_nursery() as nursery:
+    async with background_tasks() as nursery:
         nursery.start_soon(target.run)
         yield target
-        nursery.cancel_scope.cancel()

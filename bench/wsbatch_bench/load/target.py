@@ -10,6 +10,7 @@ import trio
 from wsbatch.client import Client
 from wsbatch.errors import ConnectionLost, RequestError, WsbatchError
 from wsbatch.messages import Finished, GenerateRequest, Tokens
+from wsbatch.nurseries import background_tasks
 from wsbatch_bench.load.http_client import Dial, get
 from wsbatch_bench.load.record import Record
 from wsbatch_bench.load.server import ServerTotals, parse_totals
@@ -130,8 +131,7 @@ async def open_websocket_target(
     connect: Connect, *, dial: Dial, host: str, connections: int
 ) -> AsyncIterator[WebSocketTarget]:
     """Connect `connections` times; more follow on demand. `dial` and `host` are for the plain HTTP of the same port."""
-    async with trio.open_nursery() as nursery:
+    async with background_tasks() as nursery:
         target = WebSocketTarget(connect, dial=dial, host=host, nursery=nursery)
         await target.add_connections(connections)
         yield target
-        nursery.cancel_scope.cancel()
