@@ -40,6 +40,34 @@ async def test_what_the_block_raises_comes_out_as_it_is_once_the_tasks_have_ende
     assert ended
 
 
+async def test_a_group_of_the_block_itself_does_not_come_in_another() -> None:
+    inner = [ValueError("one"), KeyError("two")]
+    raised = await raised_with(trio.sleep_forever, ExceptionGroup("the block's", inner))
+    assert isinstance(raised, ExceptionGroup)
+    assert (raised.message, list(raised.exceptions)) == ("the block's", inner)
+
+
+async def test_a_cancelled_nursery_takes_its_cancellations_out_of_a_group_of_the_block() -> None:
+    error = ValueError("beside a cancellation")
+
+    async def fail() -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            raise error
+
+    async def scenario() -> None:
+        async with background_tasks() as nursery, trio.open_nursery() as inner:
+            inner.start_soon(fail)
+            inner.start_soon(trio.sleep_forever)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await scenario()
+    assert list(raised.value.exceptions) == [error]
+
+
 async def test_the_end_of_the_block_ends_the_tasks() -> None:
     async with background_tasks() as nursery:
         nursery.start_soon(trio.sleep_forever)
