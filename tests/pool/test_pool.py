@@ -10,6 +10,7 @@ from virtual_replica import VirtualReplica
 from wsbatch.errors import BadRequest, ConnectionLost, Draining, QueueFull
 from wsbatch.messages import Accepted, Failed, Finished, SamplingParams
 from wsbatch.pool import PoolConfig, open_pool
+from wsbatch.server.ending import Phase
 from wsbatch.steps import PagedStep
 
 from .harness import ENGINE, POISON, cluster, request, submit, undisturbed, until
@@ -396,7 +397,7 @@ async def test_a_cancelled_stream_ends_even_if_its_replica_does_not_answer(autoj
             await trio.sleep(0.2)
             if not loss:  # it hears nothing more, and says nothing
                 for session in group["a"].server._sessions:
-                    session._deaf = True
+                    session._ending.phase = Phase.ENDING
             cancelled_s = trio.current_time()
             reader.stream.cancel()
             if loss:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import trio
 
-from wsbatch.server.endings import RawStream
 from wsbatch.server.pending import PendingConnections
+from wsbatch.server.tcp import RawStream
 
 LOG = logging.getLogger("wsbatch.transport")
 

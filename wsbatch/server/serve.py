@@ -15,12 +15,12 @@ from wsbatch.errors import Draining, RequestError
 from wsbatch.server.accepting import open_listeners
 from wsbatch.server.client_deadlines import ClientDeadlines
 from wsbatch.server.connection import Connection
-from wsbatch.server.endings import RawStream
 from wsbatch.server.handshake import probe_refusal, readable_by
 from wsbatch.server.http import Answer, Head, plain_answer
 from wsbatch.server.memory import FreedMemory
 from wsbatch.server.page import page_answer
 from wsbatch.server.session import Session
+from wsbatch.server.tcp import RawStream
 from wsbatch.server.transport import Transport
 from wsbatch.wire import CODECS, SUBPROTOCOLS, WireLimits
 

@@ -17,12 +17,12 @@ from wsbatch.errors import QueueFull, RequestError, TooLarge
 from wsbatch.server.accepting import AcceptingListener
 from wsbatch.server.client_deadlines import ClientDeadlines
 from wsbatch.server.connection import Connection, Disconnected
-from wsbatch.server.endings import RawStream, linger, reset
 from wsbatch.server.handshake import Upgrade, accept_upgrade
 from wsbatch.server.http import Answer, Exchange, Head, HttpError, refused
 from wsbatch.server.input_budget import InputBudget
 from wsbatch.server.memory import FreedMemory, HighWaterMark
 from wsbatch.server.pending import PendingConnections
+from wsbatch.server.tcp import RawStream, linger, reset
 from wsbatch.server.websocket import WebSocket
 
 LOG = logging.getLogger("wsbatch.transport")

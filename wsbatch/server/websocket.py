@@ -14,10 +14,10 @@ from wsproto.utilities import LocalProtocolError
 from wsbatch.config import ServerConfig
 from wsbatch.server.client_deadlines import ClientDeadlines
 from wsbatch.server.connection import Disconnected, Received
-from wsbatch.server.endings import RawStream, reset
 from wsbatch.server.frame_rate import FrameRate, TooManyFrames
 from wsbatch.server.input_budget import InputBudget, Share
 from wsbatch.server.peer import peer_of
+from wsbatch.server.tcp import RawStream, reset
 from wsbatch.wire import Text
 
 FREE_BYTES = 16_384
