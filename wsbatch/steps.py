@@ -11,17 +11,15 @@ from wsbatch.messages import SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What the engine needs to know about a loaded model.
+class ServedModel:
+    """What clients are told of a model, whoever runs it.
 
     Attributes:
         name: as given to `--model`.
         revision: identifies the weights; two replicas may continue each other's streams only if it is equal.
         dtype: of the computation, e.g. "float32".
-        device: "cpu" or "cuda".
+        device: "cpu" or "cuda"; "replicas" where other servers run it.
         max_model_len: prompt plus output, in tokens.
-        vocab_size: token ids are below it.
-        eos_token_ids: ids that end an output.
     """
 
     name: str
@@ -29,6 +27,17 @@ class ModelInfo:
     dtype: str
     device: str
     max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo(ServedModel):
+    """What the engine needs to know about a loaded model.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        eos_token_ids: ids that end an output.
+    """
+
     vocab_size: int
     eos_token_ids: frozenset[int]
 

@@ -10,11 +10,11 @@ from functools import partial
 import trio
 
 from wsbatch.config import ServerConfig
-from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.server.client_deadlines import ClientDeadlines
 from wsbatch.server.connection import Connection, Disconnected
 from wsbatch.server.http import Answer, Head
 from wsbatch.server.memory import FreedMemory
+from wsbatch.server.metrics import ServerMetrics
 from wsbatch.server.transport import Transport
 
 
@@ -38,7 +38,7 @@ async def main(port: int) -> None:
         plain=nothing_here,
         probe=nothing_here,
         refusal=lambda: None,
-        metrics=EngineMetrics(),
+        metrics=ServerMetrics(),
         memory=FreedMemory(),
         deadlines=ClientDeadlines(),
     )

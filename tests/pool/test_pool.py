@@ -7,6 +7,7 @@ import trio
 from trio.testing import MockClock
 
 from virtual_replica import VirtualReplica
+from wsbatch.engine.interface import Mortal
 from wsbatch.errors import BadRequest, ConnectionLost, Draining, QueueFull
 from wsbatch.messages import Accepted, Failed, Finished, SamplingParams
 from wsbatch.pool import PoolConfig, open_pool
@@ -47,6 +48,8 @@ async def test_the_pool_tells_what_its_replicas_are(autojump_clock: MockClock) -
         )
         status = group.pool.status()
         assert (status.state, status.max_batch_size, status.retry_after_ms) == ("ready", 12, None)
+        assert not isinstance(group.pool, Mortal)
+        assert all(isinstance(replica.engine, Mortal) for replica in group.names.values())
 
 
 async def test_requests_go_where_the_least_work_is(autojump_clock: MockClock) -> None:

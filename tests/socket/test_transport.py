@@ -140,7 +140,7 @@ async def test_vanishing_clients_leave_the_server_as_it_was() -> None:
         await until(lambda: not engine.live and not engine.submitting)
         await until(lambda: repr(served.server).endswith("1 open, 1 of them WebSockets>>"))
         assert len(os.listdir("/proc/self/fd")) == descriptors
-        assert engine.metrics.registry.get_sample_value("wsbatch_connections") == 1
+        assert served.server.metrics.registry.get_sample_value("wsbatch_connections") == 1
 
 
 async def test_a_big_message_is_read_and_a_bigger_one_told_why() -> None:

@@ -29,7 +29,7 @@ class Idle:
         self.held = {
             "descriptors": len(os.listdir("/proc/self/fd")),
             "tasks": trio.lowlevel.current_statistics().tasks_living,
-            "connections": value("wsbatch_connections"),
+            "connections": server.metrics.registry.get_sample_value("wsbatch_connections"),
             "running": value("wsbatch_num_requests_running"),
             "waiting": value("wsbatch_num_requests_waiting"),
             "requests": (len(engine.core._live), len(engine.scheduler.queue)),
@@ -73,7 +73,7 @@ async def test_vanishing_clients_leave_a_server_as_it_was() -> None:
         with trio.move_on_after(10):
             await until(lambda: Idle(engine, server).held == before)
         assert Idle(engine, server).held == before
-        refused = engine.metrics.registry.get_sample_value("wsbatch_requests_refused_total", {"code": "internal_error"})
+        refused = server.metrics.registry.get_sample_value("wsbatch_requests_refused_total", {"code": "internal_error"})
         assert refused is None
         engine.scheduler.check()  # type: ignore[attr-defined]
         nursery.cancel_scope.cancel()

@@ -1,12 +1,9 @@
 """What `open_engine` settles once the model is loaded."""
 
 import pytest
-import trio
-import trio.testing
 
 from wsbatch.config import EngineConfig
-from wsbatch.engine.metrics import EngineMetrics
-from wsbatch.engine.open import as_served, for_device, make_scheduler, watch_loop
+from wsbatch.engine.open import as_served, for_device, make_scheduler
 from wsbatch.steps import ModelInfo
 
 
@@ -31,26 +28,6 @@ def test_blocks_fit_the_attention_of_the_device(device: str, dtype: str, asked: 
     assert cache is not None
     assert cache.total_blocks == 1100 // blocks
     assert as_served(info(device, dtype), config).max_model_len == 1100 // blocks * blocks
-
-
-async def test_watching_the_loop_looks_at_every_connection_only_once_a_second(
-    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Trio's statistics walk over all sockets: at every tick that was a seventh of a server with 900 clients."""
-    looks, statistics = 0, trio.lowlevel.current_statistics
-
-    def count() -> trio.lowlevel.RunStatistics:
-        nonlocal looks
-        looks += 1
-        return statistics()
-
-    monkeypatch.setattr("trio.lowlevel.current_statistics", count)
-    metrics = EngineMetrics()
-    with trio.move_on_after(9.9):
-        await watch_loop(metrics)
-    assert looks == 10
-    assert metrics.registry.get_sample_value("wsbatch_trio_tasks") == statistics().tasks_living
-    assert metrics.registry.get_sample_value("wsbatch_event_loop_lag_seconds_count") == pytest.approx(1980, abs=2)
 
 
 def test_a_padded_batch_has_no_blocks() -> None:

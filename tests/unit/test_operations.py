@@ -9,9 +9,11 @@ import pytest
 
 from wsbatch.config import EngineConfig, PoolConfig, ServerConfig, Settings
 from wsbatch.engine.metrics import EngineMetrics
+from wsbatch.server.metrics import Joined, ServerMetrics
 
 ROOT = Path(__file__).parent.parent.parent
 DOCUMENT = ROOT / "docs" / "operations.md"
+ENGINE, SERVER = EngineMetrics(running=lambda: 0, waiting=lambda: 0, cache=lambda: None), ServerMetrics()
 
 
 def settings_table(config: type[Settings]) -> str:
@@ -39,7 +41,7 @@ def bounds(meta: Any) -> str:
 
 def metrics_table() -> str:
     lines = ["| metric | kind | labels | what it is |", "|---|---|---|---|"]
-    for family in EngineMetrics().registry.collect():
+    for family in Joined(ENGINE.registry, SERVER.registry).collect():
         labels = ", ".join(f"`{name}`" for name in LABELS.get(family.name, ()))
         lines.append(f"| `{family.name}` | {family.type} | {labels} | {cell(family.documentation)} |")
     return "\n".join(lines)
@@ -118,8 +120,8 @@ def test_every_test_named_is_there() -> None:
 
 
 def test_the_labels_are_those_of_the_code() -> None:
-    metrics = EngineMetrics()
-    labelled = {m._name: m._labelnames for m in vars(metrics).values() if getattr(m, "_labelnames", ())}
+    metrics = [*vars(ENGINE).values(), *vars(SERVER).values()]
+    labelled = {m._name: m._labelnames for m in metrics if getattr(m, "_labelnames", ())}
     assert labelled == LABELS
 
 

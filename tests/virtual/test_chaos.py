@@ -520,10 +520,11 @@ def assert_idle(engine: BatchEngine, server: Server) -> None:
         assert pool.free + pool.cached == pool.total
         engine.scheduler.check()
     assert "<Transport 0 open, 0 of them" in repr(server)
-    value = engine.metrics.registry.get_sample_value
-    assert value("wsbatch_connections") == 0
-    assert value("wsbatch_num_requests_running") == 0
-    assert value("wsbatch_requests_refused_total", {"code": "internal_error"}) is None
+    assert engine.metrics.registry.get_sample_value("wsbatch_num_requests_running") == 0
+    assert server.metrics.registry.get_sample_value("wsbatch_connections") == 0
+    for metrics in (engine.metrics, server.metrics):
+        errors = metrics.registry.get_sample_value("wsbatch_requests_refused_total", {"code": "internal_error"})
+        assert errors is None
 
 
 async def assert_serves(listener: MemoryListener) -> None:

@@ -30,6 +30,7 @@ from wsbatch.messages import (
 from wsbatch.server.client_deadlines import ClientDeadlines
 from wsbatch.server.input_budget import InputBudget
 from wsbatch.server.memory import FreedMemory
+from wsbatch.server.metrics import ServerMetrics
 from wsbatch.server.session import MAX_BACKLOG, Session
 from wsbatch.testing import ScriptedEngine, open_virtual_engine
 from wsbatch.wire import JSON, MSGPACK, Codec, MsgpackCodec
@@ -46,8 +47,15 @@ class Fixture:
         self.engine = ScriptedEngine(submit_s=submit_s)
         self.client = MemoryConnection(codec)
         self.config = ServerConfig(**settings)
+        self.metrics = ServerMetrics()
         self.session = Session(
-            self.client, self.engine, self.config, codec=codec, decoding=self.decoding, deadlines=self.deadlines
+            self.client,
+            self.engine,
+            self.config,
+            codec=codec,
+            decoding=self.decoding,
+            deadlines=self.deadlines,
+            metrics=self.metrics,
         )
         self.ended = trio.Event()
 
@@ -380,7 +388,7 @@ async def test_a_full_engine_refuses_what_nobody_has_read(autojump_clock: trio.t
             (i, "queue_full") for i in range(1, 100)
         ]
         assert (codec.decoded - decoded, len(fixture.engine.clients) - submitted) == (0, 0)
-        assert fixture.engine.metrics.refused.labels("queue_full")._value.get() == 99
+        assert fixture.metrics.refused.labels("queue_full")._value.get() == 99
         # What is not about room is told as ever, and what is no `generate` is done.
         await fixture.client.say(GenerateRequest(id=0, prompt="x"))
         assert (await fixture.client.hear()).code == "duplicate_id"

@@ -16,13 +16,13 @@ import wsproto.connection
 from wsproto.events import BytesMessage, Ping, Pong, TextMessage
 
 from wsbatch.config import ServerConfig
-from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.errors import QueueFull, RequestError
 from wsbatch.messages import GenerateRequest, Hello, Watch
 from wsbatch.server.client_deadlines import ClientDeadlines
 from wsbatch.server.connection import Connection, Disconnected, Received
 from wsbatch.server.http import Answer
 from wsbatch.server.memory import FreedMemory
+from wsbatch.server.metrics import ServerMetrics
 from wsbatch.server.serve import Server
 from wsbatch.server.session import Session
 from wsbatch.server.transport import Transport
@@ -49,7 +49,7 @@ class Fixture:
     """A transport over an in-memory listener. `tasks` counts connections not yet over."""
 
     def __init__(self, session: Serve, settings: dict[str, Any], capacity_bytes: int) -> None:
-        self.metrics = EngineMetrics()
+        self.metrics = ServerMetrics()
         self.refusal: RequestError | None = None
         self.deadlines = ClientDeadlines()
         self.listener = MemoryListener(capacity_bytes)
@@ -965,7 +965,7 @@ async def test_vanishing_at_any_byte_leaves_nothing_behind(autojump_clock: Clock
         assert trio.current_time() == 0
         assert repr(server).endswith("0 open, 0 of them WebSockets>>")
         assert (engine.live, engine.submitting) == ([], 0)
-        assert engine.metrics.registry.get_sample_value("wsbatch_connections") == 0
+        assert server.metrics.registry.get_sample_value("wsbatch_connections") == 0
         assert len(trio.lowlevel.current_root_task().child_nurseries) == baseline
         client = BareClient(await listener.connect())
         await client.open()

@@ -33,7 +33,7 @@ async def attack(parts: list[bytes]) -> None:
         await stream.aclose()
         await trio.sleep(10)
         assert repr(server).endswith("0 open, 0 of them WebSockets>>")
-        sample = engine.metrics.registry.get_sample_value
+        sample = server.metrics.registry.get_sample_value
         assert sample("wsbatch_requests_refused_total", {"code": "internal_error"}) is None
         assert (engine.live, engine.submitting) == ([], 0)
         client = BareClient(await listener.connect())

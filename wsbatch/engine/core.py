@@ -66,7 +66,9 @@ class EngineCore:
     def __init__(
         self, config: EngineConfig, *, info: ModelInfo, scheduler: Scheduler, codec: TextCodec, now_s: float
     ) -> None:
-        self.metrics = EngineMetrics()
+        self.metrics = EngineMetrics(
+            running=lambda: scheduler.running, waiting=lambda: len(scheduler.queue), cache=scheduler.cache
+        )
         self.recorder = BatchRecorder(config.scheduler, config.max_batch_size, now_s=now_s)
         self.health = ModelHealth(vocab_size=info.vocab_size)
         self.scheduler = scheduler
@@ -82,7 +84,6 @@ class EngineCore:
         self._last_key = 0
         self._step_began_s: float | None = None  # of the step in flight
         self._slot_phases: Sequence[tuple[int, RowPhase]] = ()  # its rows, where somebody watches
-        self.metrics.watch(lambda: scheduler.running, lambda: len(scheduler.queue), scheduler.cache)
 
     def __repr__(self) -> str:
         return f"<EngineCore: {len(self._live)} live requests, {self.scheduler!r}, {self._admission!r}>"

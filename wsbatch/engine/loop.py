@@ -1,8 +1,7 @@
 """The engine on Trio: arrivals over a memory channel, deadlines, the worker; what to do is decided by its core."""
 
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from math import inf
 
 import trio
@@ -12,7 +11,7 @@ from wsbatch.batching.scheduler import Idle, Scheduler, Step, WaitUntil
 from wsbatch.config import EngineConfig
 from wsbatch.engine.core import EngineCore
 from wsbatch.engine.execution import Execution
-from wsbatch.engine.interface import EngineState
+from wsbatch.engine.interface import EngineState, Submits
 from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.engine.stream import Stream
 from wsbatch.engine.tokenization import PromptTokenizer
@@ -26,8 +25,8 @@ from wsbatch.text import TextCodec
 _logger = logging.getLogger("wsbatch.engine")
 
 
-class BatchEngine:
-    """Implements `Engine` over one scheduler and one worker.
+class BatchEngine(Submits):
+    """Implements `Engine` and `Mortal` over one scheduler and one worker.
 
     Args:
         config: bounds and timeouts; the scheduler and the worker are made from it by `open_engine`.
@@ -133,15 +132,6 @@ class BatchEngine:
     def watch(self, on_change: Callable[[], None]) -> Watcher:
         """See `Engine.watch`."""
         return self.core.recorder.watch(on_change)
-
-    @asynccontextmanager
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Stream]:
-        """See `Engine.generate`."""
-        stream = await self.submit(request)
-        try:
-            yield stream
-        finally:
-            stream.cancel()
 
     async def drain(self, grace_s: float) -> None:
         """See `Engine.drain`."""

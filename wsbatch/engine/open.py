@@ -14,7 +14,6 @@ from wsbatch.batching.dynamic import DynamicScheduler, DynamicSettings
 from wsbatch.batching.scheduler import Scheduler
 from wsbatch.config import EngineConfig
 from wsbatch.engine.loop import BatchEngine
-from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.engine.tokenization import PromptTokenizer, Run, in_thread
 from wsbatch.engine.worker import ThreadWorker, Worker
 from wsbatch.nurseries import background_tasks
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 _STEP_SHARE = 0.1
 """Of `step_stall_s`, what a step that prefills may take: costs are known roughly, and a stalled step is fatal."""
-_TICK_S = 0.005
-_TICKS_A_COUNT = 200
 _CUDA_BLOCK_TOKENS = 256  # torch's paged FlashAttention reads blocks of a multiple of it
 
 Progress = Callable[[str, int, int], None]
@@ -60,26 +57,11 @@ async def open_engine(
             info: ModelInfo = await nursery.start(worker.run, build)
             engine = assemble(config, info=info, worker=worker, codec=codecs[0])
             nursery.start_soon(engine.run)
-            nursery.start_soon(watch_loop, engine.metrics)
             yield engine
             if engine.state == "dead":
                 raise await engine.wait_dead()
         finally:
             worker.close()
-
-
-async def watch_loop(metrics: EngineMetrics) -> None:
-    """Measure how late the event loop runs: what holds it up holds up every client's tokens.
-
-    Not part of the engine itself: in virtual time a ticker would only be work.
-    """
-    while True:
-        # Seldom: it looks at every open connection.
-        metrics.trio_tasks.set(trio.lowlevel.current_statistics().tasks_living)
-        for _ in range(_TICKS_A_COUNT):
-            due_s = trio.current_time() + _TICK_S
-            await trio.sleep_until(due_s)
-            metrics.event_loop_lag.observe(trio.current_time() - due_s)
 
 
 def assemble(

@@ -1,8 +1,7 @@
 """`EnginePool`: an engine whose steps are run elsewhere. `open_pool` makes one."""
 
 import secrets
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import trio
@@ -10,8 +9,7 @@ import trio
 from wsbatch.batching.fairness import NOBODY, Client
 from wsbatch.config import PoolConfig
 from wsbatch.engine.deadlines import Deadlines
-from wsbatch.engine.interface import EngineState
-from wsbatch.engine.metrics import EngineMetrics
+from wsbatch.engine.interface import EngineState, Submits
 from wsbatch.engine.stream import Stream
 from wsbatch.engine.watch import BatchRecorder, Watcher
 from wsbatch.errors import Draining, RequestError
@@ -22,13 +20,13 @@ from wsbatch.pool.replica import Replica
 from wsbatch.pool.replicas import Replicas
 from wsbatch.pool.route import Route
 from wsbatch.pool.upkeep import Dial
-from wsbatch.steps import ModelInfo
+from wsbatch.steps import ServedModel
 
 _SEED_BITS = 53
 _LAST_ANSWERS_S = 1.5
 
 
-class EnginePool:
+class EnginePool(Submits):
     """Implements `Engine` over replicas. Run `run` in a task; `open_pool` does.
 
     Attributes:
@@ -38,7 +36,6 @@ class EnginePool:
     """
 
     def __init__(self, config: PoolConfig | None = None) -> None:
-        self.metrics = EngineMetrics()
         self.config = config or PoolConfig()
         self.clock = LoopClock()
         self.replicas = Replicas(self.config, clock=self.clock, on_change=self._dispatch_held)
@@ -50,9 +47,9 @@ class EnginePool:
         self._deadlines = Deadlines()
         self._sooner = trio.Event()  # set when one is due before all others
         self._recorder = BatchRecorder("pool", 0, now_s=trio.current_time())
-        self.metrics.watch(lambda: self._count()[1], lambda: self._count()[0], lambda: None)
-        self._pool_metrics = PoolMetrics(
-            self.metrics.registry,
+        self.metrics = PoolMetrics(
+            running=lambda: self._count()[1],
+            waiting=lambda: self._count()[0],
             ready=lambda: len(self.replicas.ready),
             ejected=lambda: sum(replica.health.ejected for replica in self.replicas.ready),
         )
@@ -61,7 +58,7 @@ class EnginePool:
         return f"<EnginePool {self.state}: {len(self._routes)} live, {list(self.replicas.values())}>"
 
     @property
-    def info(self) -> ModelInfo:
+    def info(self) -> ServedModel:
         """Of the replicas."""
         return self.replicas.info
 
@@ -90,11 +87,6 @@ class EnginePool:
     async def wait_ready(self) -> None:
         """Wait for the first replica to answer."""
         await self.replicas.found.wait()
-
-    async def wait_dead(self) -> RequestError:
-        """For ever: a pool does not die."""
-        await trio.sleep_forever()
-        raise AssertionError
 
     @property
     def full(self) -> bool:
@@ -163,15 +155,6 @@ class EnginePool:
         """See `Engine.watch`: only the counts of requests; the steps are the replicas'."""
         return self._recorder.watch(on_change)
 
-    @asynccontextmanager
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Stream]:
-        """See `Engine.generate`."""
-        stream = await self.submit(request)
-        try:
-            yield stream
-        finally:
-            stream.cancel()
-
     async def drain(self, grace_s: float) -> None:
         """See `Engine.drain`. The replicas themselves are left as they are. Cancelled, it ends what is live at once."""
         self._draining = True
@@ -207,7 +190,7 @@ class EnginePool:
 
     def moved(self, route: Route) -> None:
         """It goes to another replica because of what happened on the one before."""
-        (self._pool_metrics.moved if route.search.kind is None else self._pool_metrics.resumed).inc()
+        (self.metrics.moved if route.search.kind is None else self.metrics.resumed).inc()
         self._ended.unpark_all()
 
     def ended(self, route: Route) -> None:

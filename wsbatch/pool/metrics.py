@@ -1,25 +1,32 @@
-"""What a pool counts beside what every engine does."""
+"""What a pool counts: of its requests what every engine does, and its replicas."""
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from wsbatch.engine.metrics import RequestMetrics
 
 
-class PoolMetrics:
-    """Registered with an engine's own metrics, so that one scrape has both."""
+class PoolMetrics(RequestMetrics):
+    """One pool's. Steps are its replicas', and on their pages.
+
+    Args:
+        running: how many requests are running; asked at every scrape, as the others are.
+        waiting: how many wait.
+        ready: how many replicas take requests.
+        ejected: how many of those get none for a while.
+    """
 
     def __init__(
-        self, registry: CollectorRegistry, *, ready: Callable[[], float], ejected: Callable[[], float]
+        self,
+        *,
+        running: Callable[[], float],
+        waiting: Callable[[], float],
+        ready: Callable[[], float],
+        ejected: Callable[[], float],
     ) -> None:
-        """`ready` counts the replicas that take requests, `ejected` those of them that get none for a while."""
-        for name, text, count in (
-            ("replicas_ready", "Replicas that take requests", ready),
-            ("replicas_ejected", "Replicas that get no requests for a while: they fail what others do", ejected),
-        ):
-            Gauge(f"wsbatch_{name}", text, registry=registry).set_function(count)
-        self.moved = Counter(
-            "wsbatch_requests_moved", "Requests without a token yet that went to another replica", registry=registry
-        )
-        self.resumed = Counter(
-            "wsbatch_requests_resumed", "Streams that another replica went on with", registry=registry
-        )
+        super().__init__(running=running, waiting=waiting)
+        self._gauge("replicas_ready", "Replicas that take requests").set_function(ready)
+        self._gauge(
+            "replicas_ejected", "Replicas that get no requests for a while: they fail what others do"
+        ).set_function(ejected)
+        self.moved = self._counter("requests_moved", "Requests without a token yet that went to another replica")
+        self.resumed = self._counter("requests_resumed", "Streams that another replica went on with")

@@ -13,10 +13,7 @@ from wsbatch.pool.placement import Placement
 from wsbatch.pool.replica import Kind, Replica
 from wsbatch.pool.search import Search
 from wsbatch.pool.upkeep import Dial, Upkeep
-from wsbatch.steps import ModelInfo
-
-# The router leaves ids to its replicas, which know the vocabulary.
-_ANY_TOKEN_ID = 2**31
+from wsbatch.steps import ServedModel
 
 
 class Replicas(Mapping[str, Replica]):
@@ -57,14 +54,14 @@ class Replicas(Mapping[str, Replica]):
         return [replica for replica in self._by_name.values() if replica.state == "ready"]
 
     @property
-    def info(self) -> ModelInfo:
+    def info(self) -> ServedModel:
         """What they serve; of several revisions, the one that was here first. The length is what the largest of them
-        takes. Ids are checked by the replicas."""
+        takes."""
         assert self._hello is not None, "wait for `found` first"
         hello = self._hello
         limits = [replica.limits for replica in self.ready if replica.limits is not None] or [hello.limits]
         length = max(limit.max_model_len for limit in limits)
-        return ModelInfo(hello.model, hello.revision, hello.dtype, "replicas", length, _ANY_TOKEN_ID, frozenset())
+        return ServedModel(hello.model, hello.revision, hello.dtype, "replicas", length)
 
     def add(self, name: str, dial: Dial) -> Replica:
         """Take a replica in; it is used from when it is ready on. Raises ValueError for a name that is taken."""

@@ -2,7 +2,9 @@
 
 import errno
 import logging
+import ssl
 from collections.abc import Sequence
+from ipaddress import ip_address
 
 import trio
 
@@ -38,6 +40,32 @@ async def open_listeners(wanted: Sequence[str], port: int) -> list[trio.SocketLi
             listener.socket.close()
         raise
     return listeners
+
+
+def addresses_of(listeners: Sequence[trio.SocketListener]) -> list[tuple[str, int]]:
+    """(host, port) of each."""
+    return [listener.socket.getsockname()[:2] for listener in listeners]
+
+
+def local_host(host: str) -> str:
+    """How a client on this machine writes an address that is listened on, in a URL."""
+    address = ip_address(host)
+    if address.is_unspecified:
+        address = ip_address("127.0.0.1" if address.version == 4 else "::1")
+    return f"[{address}]" if address.version == 6 else str(address)
+
+
+def tls_context(certfile: str, keyfile: str | None) -> ssl.SSLContext:
+    """Of a server with this certificate. Raises ValueError where it cannot be loaded."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(certfile, keyfile)
+    except OSError as error:  # ssl.SSLError is one
+        raise ValueError(
+            f"ServerConfig.certfile {certfile!r} with keyfile {keyfile!r} cannot be loaded: {error}"
+        ) from error
+    return context
 
 
 class AcceptingListener(trio.abc.Listener[RawStream]):

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import h11
 
 from wsbatch.engine.interface import Engine
-from wsbatch.engine.metrics import CONTENT_TYPE
 from wsbatch.errors import RequestError
+from wsbatch.server.metrics import CONTENT_TYPE, ServerMetrics
 
 _TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json"
@@ -127,14 +127,14 @@ def refused(error: RequestError) -> Answer:
     return Answer(error.status, json.dumps(body).encode() + b"\n", _JSON, headers)
 
 
-def plain_answer(head: Head, engine: Engine, *, unready: RequestError | None) -> Answer:
+def plain_answer(head: Head, engine: Engine, metrics: ServerMetrics, *, unready: RequestError | None) -> Answer:
     """The answer to a request that is not an upgrade. `unready` is why new work would be refused now."""
     if head.path not in ("/livez", "/readyz", "/metrics"):
         return Answer(404, b"Nothing here. The page is at /, and /livez, /readyz and /metrics answer.\n")
     if head.method not in (b"GET", b"HEAD"):
         return Answer(405, b"GET or HEAD\n", headers=(("Allow", "GET, HEAD"),))
     if head.path == "/metrics":
-        return Answer(200, engine.metrics.render(), CONTENT_TYPE)
+        return Answer(200, metrics.page(engine.metrics), CONTENT_TYPE)
     if head.path == "/readyz":
         return refused(unready) if unready is not None else Answer(200, b"ready\n")
     return Answer(503, b"engine_dead\n") if engine.state == "dead" else Answer(200, b"alive\n")

@@ -4,20 +4,21 @@ import ssl
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from ipaddress import ip_address
 from math import inf
 
 import trio
 
 from wsbatch.config import ServerConfig
-from wsbatch.engine.interface import Engine
+from wsbatch.engine.interface import Engine, Mortal
 from wsbatch.errors import Draining, RequestError
-from wsbatch.server.accepting import open_listeners
+from wsbatch.nurseries import background_tasks
+from wsbatch.server.accepting import addresses_of, local_host, open_listeners, tls_context
 from wsbatch.server.client_deadlines import ClientDeadlines
 from wsbatch.server.connection import Connection
 from wsbatch.server.handshake import probe_refusal, readable_by
 from wsbatch.server.http import Answer, Head, plain_answer
 from wsbatch.server.memory import FreedMemory
+from wsbatch.server.metrics import ServerMetrics
 from wsbatch.server.page import page_answer
 from wsbatch.server.session import Session
 from wsbatch.server.tcp import RawStream
@@ -40,7 +41,7 @@ async def serve(
     a certificate that cannot be loaded, and EngineDead when the engine has died (after every client was told).
     Cancelled, it tells its clients (1001) and ends within half a second.
     """
-    tls = None if config.certfile is None else _tls_context(config)
+    tls = None if config.certfile is None else tls_context(config.certfile, config.keyfile)
     listeners = await open_listeners(config.hosts, config.port)
     probed: list[trio.SocketListener] = []
     if config.probe_port is not None:
@@ -50,17 +51,11 @@ async def serve(
             for listener in listeners:
                 listener.socket.close()
             raise
-    deadlines = ClientDeadlines()
-    with deadlines.watching():
-        server = Server(
-            engine,
-            config,
-            addresses=_addresses(listeners),
-            probe_addresses=_addresses(probed),
-            tls=tls,
-            deadlines=deadlines,
-        )
-        await server.run(listeners, probed, task_status=task_status)
+    server = Server(engine, config, addresses=addresses_of(listeners), probe_addresses=addresses_of(probed), tls=tls)
+    async with background_tasks() as nursery:
+        nursery.start_soon(server.metrics.watch_loop)
+        with server.deadlines.watching():
+            await server.run(listeners, probed, task_status=task_status)
 
 
 class Server:
@@ -69,6 +64,8 @@ class Server:
     Attributes:
         addresses: (host, port) of every socket it listens on.
         probe_addresses: of those for probes alone.
+        metrics: what it counts; `/metrics` shows the engine's as well.
+        deadlines: for what clients have to do in time.
     """
 
     def __init__(
@@ -79,10 +76,11 @@ class Server:
         addresses: list[tuple[str, int]],
         probe_addresses: Sequence[tuple[str, int]] = (),
         tls: ssl.SSLContext | None = None,
-        deadlines: ClientDeadlines | None = None,
     ) -> None:
         self.addresses = addresses
         self.probe_addresses = list(probe_addresses)
+        self.metrics = ServerMetrics()
+        self.deadlines = ClientDeadlines()
         self._engine = engine
         self._config = config
         self._tls = tls is not None
@@ -90,7 +88,6 @@ class Server:
         self._codecs = {name: codec(limits) for name, codec in CODECS.items()}
         self._decoding = trio.Lock()
         self._memory = FreedMemory()
-        self._deadlines = deadlines or ClientDeadlines()
         self._sessions: set[Session] = set()
         self._transport = Transport(
             config,
@@ -98,9 +95,9 @@ class Server:
             plain=self._plain,
             probe=self._probe,
             refusal=self._turn_away,
-            metrics=engine.metrics,
+            metrics=self.metrics,
             memory=self._memory,
-            deadlines=self._deadlines,
+            deadlines=self.deadlines,
             tls=tls,
         )
         self._scope = trio.CancelScope(shield=True)
@@ -126,7 +123,7 @@ class Server:
     @property
     def urls(self) -> list[str]:
         """The same for each of its addresses."""
-        return [f"{'wss' if self._tls else 'ws'}://{_local(host)}:{port}" for host, port in self.addresses]
+        return [f"{'wss' if self._tls else 'ws'}://{local_host(host)}:{port}" for host, port in self.addresses]
 
     @property
     def held_input_bytes(self) -> int:
@@ -190,13 +187,14 @@ class Server:
                 outer.cancel_scope.cancel()
         finally:
             self._done.set()
-        if self._engine.state == "dead":
+        if isinstance(self._engine, Mortal) and self._engine.state == "dead":
             raise await self._engine.wait_dead()
 
     async def _until_stopped(self) -> None:
         """Wait for a reason to end, then see every session to its own end."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._stop_when_dead)
+            if isinstance(self._engine, Mortal):
+                nursery.start_soon(self._stop_when_dead, self._engine)
             await self._stopping.wait()
             nursery.cancel_scope.cancel()
         if self._drain_by is not None:
@@ -249,8 +247,8 @@ class Server:
             self._idle = trio.Event()
             await self._idle.wait()
 
-    async def _stop_when_dead(self) -> None:
-        await self._engine.wait_dead()
+    async def _stop_when_dead(self, engine: Mortal) -> None:
+        await engine.wait_dead()
         self._stopping.set()
 
     async def _shutdown_when_cancelled(self) -> None:
@@ -262,7 +260,13 @@ class Server:
     async def _serve_session(self, connection: Connection) -> None:
         codec = self._codecs[connection.subprotocol or SUBPROTOCOLS[0]]
         session = Session(
-            connection, self._engine, self._config, codec=codec, decoding=self._decoding, deadlines=self._deadlines
+            connection,
+            self._engine,
+            self._config,
+            codec=codec,
+            decoding=self._decoding,
+            deadlines=self.deadlines,
+            metrics=self.metrics,
         )
         self._sessions.add(session)
         if self._stopping.is_set():  # during its handshake
@@ -278,31 +282,7 @@ class Server:
 
     def _probe(self, head: Head) -> Answer:
         unready = probe_refusal(head, self._config) or self.refusal()
-        answer = plain_answer(head, self._engine, unready=unready)
+        answer = plain_answer(head, self._engine, self.metrics, unready=unready)
         if head.path == "/readyz":
             answer = replace(answer, headers=(*answer.headers, *readable_by(head, self._config)))
         return answer
-
-
-def _local(host: str) -> str:
-    """How a client on this machine writes an address that is listened on."""
-    address = ip_address(host)
-    if address.is_unspecified:
-        address = ip_address("127.0.0.1" if address.version == 4 else "::1")
-    return f"[{address}]" if address.version == 6 else str(address)
-
-
-def _addresses(listeners: Sequence[trio.SocketListener]) -> list[tuple[str, int]]:
-    return [listener.socket.getsockname()[:2] for listener in listeners]
-
-
-def _tls_context(config: ServerConfig) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.set_alpn_protocols(["http/1.1"])
-    try:
-        context.load_cert_chain(config.certfile or "", config.keyfile)
-    except OSError as error:  # ssl.SSLError is one
-        raise ValueError(
-            f"ServerConfig.certfile {config.certfile!r} with keyfile {config.keyfile!r} cannot be loaded: {error}"
-        ) from error
-    return context

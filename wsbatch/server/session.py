@@ -31,6 +31,7 @@ from wsbatch.messages import (
 from wsbatch.server.client_deadlines import ClientDeadlines
 from wsbatch.server.connection import Connection, Disconnected, Received
 from wsbatch.server.ending import Ending, Phase
+from wsbatch.server.metrics import ServerMetrics
 from wsbatch.server.request import SessionRequest, held_bytes
 from wsbatch.server.wake import Wake
 from wsbatch.server.watch import WatchPacer
@@ -52,6 +53,7 @@ class Session:
         decoding: held while a message is decoded that takes more than one step: shared by the sessions of a server, so
             that the event loop does one such step a turn, and there is one half-built message at a time.
         deadlines: for what the client has to read in time.
+        metrics: what is refused here is counted there.
     """
 
     def __init__(
@@ -63,12 +65,14 @@ class Session:
         codec: Codec,
         decoding: trio.Lock | None = None,
         deadlines: ClientDeadlines | None = None,
+        metrics: ServerMetrics | None = None,
     ) -> None:
         self._connection = connection
         self._engine = engine
         self._config = config
         self._codec = codec
         self._client = Client(connection.peer, object())  # not the session: that would be a cycle
+        self._metrics = metrics or ServerMetrics()
         self._decoding = decoding or trio.Lock()
         self._live: dict[RequestId, SessionRequest] = {}
         self._tells_starts = False
@@ -248,7 +252,7 @@ class Session:
             live.stream.cancel()
 
     def _refuse(self, id: RequestId | None, error: RequestError) -> None:
-        self._engine.metrics.count_refused(error.code)
+        self._metrics.count_refused(error.code)
         self._answer(_failed(id, error))
 
     def _answer(self, message: ServerMessage) -> None:

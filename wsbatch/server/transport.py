@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import trio
 
 from wsbatch.config import ServerConfig
-from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.errors import QueueFull, RequestError, TooLarge
 from wsbatch.server.accepting import AcceptingListener
 from wsbatch.server.client_deadlines import ClientDeadlines
@@ -21,6 +20,7 @@ from wsbatch.server.handshake import Upgrade, accept_upgrade
 from wsbatch.server.http import Answer, Exchange, Head, HttpError, refused
 from wsbatch.server.input_budget import InputBudget
 from wsbatch.server.memory import FreedMemory, HighWaterMark
+from wsbatch.server.metrics import ServerMetrics
 from wsbatch.server.pending import PendingConnections
 from wsbatch.server.tcp import RawStream, linger, reset
 from wsbatch.server.websocket import WebSocket
@@ -62,7 +62,7 @@ class Transport:
         plain: Callable[[Head], Answer],
         probe: Callable[[Head], Answer],
         refusal: Callable[[], RequestError | None],
-        metrics: EngineMetrics,
+        metrics: ServerMetrics,
         memory: FreedMemory,
         deadlines: ClientDeadlines,
         tls: ssl.SSLContext | None = None,

@@ -1,13 +1,12 @@
 """An engine that does what a test tells it, in place of a model and its batcher."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 import trio
 
 from wsbatch.batching.fairness import NOBODY, Client
-from wsbatch.engine.interface import EngineState
-from wsbatch.engine.metrics import EngineMetrics
+from wsbatch.engine.interface import EngineState, Submits
+from wsbatch.engine.metrics import RequestMetrics
 from wsbatch.engine.stream import Stream
 from wsbatch.engine.watch import BatchRecorder, Watcher
 from wsbatch.errors import Draining, EngineDead, RequestError
@@ -25,8 +24,8 @@ from wsbatch.messages import (
 from wsbatch.steps import ModelInfo
 
 
-class ScriptedEngine:
-    """Implements `Engine`. Nothing happens by itself: a test pushes tokens and ends streams, or runs `play`.
+class ScriptedEngine(Submits):
+    """Implements `Engine` and `Mortal`. Nothing happens by itself: a test pushes tokens, ends streams, or runs `play`.
 
     Attributes:
         live: accepted streams without a terminal event, oldest first.
@@ -40,7 +39,7 @@ class ScriptedEngine:
 
     def __init__(self, *, submit_s: float = 0.0) -> None:
         self.info = ModelInfo("scripted", "1", "float32", "cpu", 4096, 256, frozenset())
-        self.metrics = EngineMetrics()
+        self.metrics = RequestMetrics(running=lambda: len(self.live), waiting=lambda: 0)
         self.state: EngineState = "ready"
         self.live: list[Stream] = []
         self.submitting = 0
@@ -108,15 +107,6 @@ class ScriptedEngine:
     def watch(self, on_change: Callable[[], None]) -> Watcher:
         """Watch `recorder`."""
         return self.recorder.watch(on_change)
-
-    @asynccontextmanager
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Stream]:
-        """Submit; cancel at the end of the block."""
-        stream = await self.submit(request)
-        try:
-            yield stream
-        finally:
-            stream.cancel()
 
     async def wait_live(self, count: int) -> None:
         """Wait until exactly `count` streams are live."""
