@@ -1,4 +1,7 @@
-"""The C++ step against transformers' own forward: shapes, long rows, splits, windows, threads, both formats."""
+"""The C++ step against transformers' own forward: shapes, long rows, splits, windows, threads, formats, levels.
+
+Every level that this machine has is compiled and run; a test at a level that it lacks is skipped, and says what is missing.
+"""
 
 import gc
 import random
@@ -10,9 +13,9 @@ import torch
 import transformers
 
 from wsbatch.messages import SamplingParams
-from wsbatch.model import fused
 from wsbatch.model.compiled import KernelsUnavailable, load_library
 from wsbatch.model.fused import PARTS, FusedRunner
+from wsbatch.model.levels import LEVELS, Level, choose
 from wsbatch.model.ragged import flatten
 from wsbatch.steps import PagedRow, PagedStep
 
@@ -34,10 +37,30 @@ def build(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     return model.to(dtype).requires_grad_(False)
 
 
-def runner(model: Any, *, threads: int = 1, block_tokens: int = 16, total_blocks: int = 160) -> FusedRunner:
+@pytest.fixture(params=[level.name for level in LEVELS])
+def level(request: pytest.FixtureRequest) -> Level:
+    wanted = next(level for level in LEVELS if level.name == request.param)
+    if (reason := wanted.missing()) is not None:
+        pytest.skip(f"no level {wanted.name} here: {reason}")
+    return wanted
+
+
+def runner(
+    model: Any,
+    level: Level | None = None,
+    *,
+    threads: int = 1,
+    block_tokens: int = 16,
+    total_blocks: int = 160,
+) -> FusedRunner:
     try:
         return FusedRunner(
-            model, total_blocks=total_blocks, block_tokens=block_tokens, max_model_len=POSITIONS, threads=threads
+            model,
+            total_blocks=total_blocks,
+            block_tokens=block_tokens,
+            max_model_len=POSITIONS,
+            threads=threads,
+            level=level or choose("auto"),
         )
     except KernelsUnavailable as error:
         pytest.skip(f"no compiled kernels here: {error}")
@@ -106,53 +129,53 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_are_those_of_the_model(shape: str) -> None:
+def test_logits_are_those_of_the_model(shape: str, level: Level) -> None:
     model = build(**SHAPES[shape])
     texts = [ids(count, seed) for seed, count in enumerate((1, 17, 300))]
     expected = own_logits(model, texts)
-    got = fused_logits(runner(model), texts, [1, 5, 64], 16)
+    got = fused_logits(runner(model, level), texts, [1, 5, 64], 16)
     assert torch.allclose(got, expected, atol=1e-4 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("block_tokens", [16, 64])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_long_rows_split_among_threads(threads: int, block_tokens: int) -> None:
+def test_long_rows_split_among_threads(threads: int, block_tokens: int, level: Level) -> None:
     model = build()
     texts = [ids(count, seed) for seed, count in enumerate((999, 40, 3, 610))]
     expected = own_logits(model, texts)
-    made = runner(model, threads=threads, block_tokens=block_tokens, total_blocks=160 * 16 // block_tokens)
+    made = runner(model, level, threads=threads, block_tokens=block_tokens, total_blocks=160 * 16 // block_tokens)
     got = fused_logits(made, texts, [333, 1, 1, 609], block_tokens)
     made.close()
     assert torch.allclose(got, expected, atol=1e-4 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("threads", [2, 3])
-def test_few_long_decodes_are_split_and_merged(threads: int) -> None:
+def test_few_long_decodes_are_split_and_merged(threads: int, level: Level) -> None:
     model = build(head_dim=16)
     texts = [ids(count, seed) for seed, count in enumerate((1000, 700))]
     expected = own_logits(model, texts)
-    made = runner(model, threads=threads)
+    made = runner(model, level, threads=threads)
     got = fused_logits(made, texts, [999, 699], 16)  # the last step is two rows of one token
     made.close()
     assert torch.allclose(got, expected, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_bfloat16_is_as_near_to_float32_as_the_model_in_bfloat16() -> None:
+def test_bfloat16_is_as_near_to_float32_as_the_model_in_bfloat16(level: Level) -> None:
     exact, model = build(), build(torch.bfloat16)
     exact.load_state_dict(model.state_dict())
     texts = [ids(count, seed) for seed, count in enumerate((30, 200, 450))]
     truth = own_logits(exact, texts)
-    got = fused_logits(runner(model, threads=2), texts, [7, 64, 449], 16)
+    got = fused_logits(runner(model, level, threads=2), texts, [7, 64, 449], 16)
     error, usual = (got - truth).abs().mean(), (own_logits(model, texts) - truth).abs().mean()
     assert 0 < error < 1.5 * usual
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 13, 33])
-def test_any_number_of_rows(rows: int) -> None:
+def test_any_number_of_rows(rows: int, level: Level) -> None:
     model = build()
     texts = [ids(3 + i % 5, i) for i in range(rows)]
     expected = own_logits(model, texts)
-    got = fused_logits(runner(model, threads=2), texts, [100] * rows, 16)
+    got = fused_logits(runner(model, level, threads=2), texts, [100] * rows, 16)
     assert torch.allclose(got, expected, atol=1e-4 * float(expected.abs().max()))
 
 
@@ -167,10 +190,10 @@ def test_forgotten_runners_leave_no_threads() -> None:
     assert count() == several - 3
 
 
-def test_the_lowest_of_equal_ids_wins() -> None:
+def test_the_lowest_of_equal_ids_wins(level: Level) -> None:
     model = build()
     model.lm_head.weight[:] = model.lm_head.weight[3]
-    made = runner(model, threads=2)
+    made = runner(model, level, threads=2)
     plan = flatten(PagedStep((PagedRow(0, (1, 2), 0, (0,), GREEDY),)), block_tokens=16, total_blocks=160)
     assert made.run(plan, [False])[0] == [0]
 
@@ -197,24 +220,23 @@ def test_the_breakdown_starts_anew_each_time() -> None:
 )
 def test_what_the_kernels_do_not_compute_is_refused(changes: dict[str, Any], block_tokens: int, reason: str) -> None:
     with pytest.raises(KernelsUnavailable, match=reason):
-        FusedRunner(build(**changes), total_blocks=4, block_tokens=block_tokens, max_model_len=32, threads=1)
+        FusedRunner(build(**changes), total_blocks=4, block_tokens=block_tokens, max_model_len=32, threads=1, level=choose("auto"))
 
 
-def test_other_formats_and_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_formats_are_refused() -> None:
     with pytest.raises(KernelsUnavailable, match=r"no kernels for torch\.float16"):
-        load_library(torch.float16)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True, "avx512_bf16": False})
-    with pytest.raises(KernelsUnavailable, match="this processor lacks avx512_bf16"):
-        load_library(torch.bfloat16)
+        load_library(torch.float16, choose("auto"))
 
 
-def test_a_build_without_the_dtype_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # An older compiler knows AVX-512 and not its bfloat16 instructions.
-    class Without:
-        def __init__(self) -> None:
-            self.wsbatch_create = lambda *arguments: None
-            self.wsbatch_step = self.wsbatch_destroy = lambda: None
-
-    monkeypatch.setattr(fused, "load_library", lambda dtype: Without())
-    with pytest.raises(KernelsUnavailable, match=r"without torch\.bfloat16"):
-        FusedRunner(build(torch.bfloat16), total_blocks=4, block_tokens=16, max_model_len=32, threads=1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [0, 300])
+def test_the_bits_do_not_depend_on_company_chunks_or_threads(level: Level, dtype: torch.dtype, window: int) -> None:
+    """Logits of prompts of many lengths: alone and whole, cut in chunks, in company, on one to three threads."""
+    changes = {"kind": transformers.MistralConfig, "sliding_window": window} if window else {}
+    model = build(dtype, head_dim=16, **changes)
+    texts = [ids(count, seed) for seed, count in enumerate((60, 257, 900, 128, 601))]
+    made = runner(model, level)
+    alone = torch.cat([fused_logits(made, [text], [len(text)], 16) for text in texts])
+    for threads, chunks in ((1, [7, 100, 128, 1, 600]), (2, [60, 256, 899, 127, 33]), (3, [60, 257, 900, 128, 601])):
+        made = runner(model, level, threads=threads, total_blocks=160)
+        assert torch.equal(fused_logits(made, texts, chunks, 16), alone), (threads, chunks)

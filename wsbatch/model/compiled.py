@@ -1,7 +1,8 @@
 """Compiles the C++ kernels at first use and loads them through ctypes; cached for the next start.
 
 The kernels include nothing of Python or torch: they take pointers. So the compiler needs seconds, any torch works with
-them, and a call holds no GIL. Without a compiler, or on a processor without AVX-512, `load_library` says why not.
+them, and a call holds no GIL. Only what a model needs is compiled: one dtype at one level (`levels.py`). Without a
+compiler, `load_library` says why not.
 """
 
 import ctypes
@@ -21,11 +22,13 @@ import torch
 
 from wsbatch.model.conversion import cache_dir
 from wsbatch.model.kernel_cache import KernelCache
+from wsbatch.model.levels import Level
 
 _log = logging.getLogger("wsbatch.model")
 
 _SOURCES = Path(__file__).parent / "kernels"
-_FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-w")
+# No contraction of products and sums: a result must not depend on the loop that an expression stands in (lanes.cpp).
+_FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-w")
 _SYMBOLS = ("wsbatch_create", "wsbatch_step", "wsbatch_destroy")
 _COMPILE_TIMEOUT_S = 300.0
 
@@ -34,36 +37,32 @@ class KernelsUnavailable(RuntimeError):
     """The compiled kernels cannot be used here; the message says why."""
 
 
-def load_library(dtype: torch.dtype) -> ctypes.CDLL:
+def load_library(dtype: torch.dtype, level: Level) -> ctypes.CDLL:
     """The kernels for models of this dtype (bfloat16 or float32), compiled if need be: about ten seconds, once.
+
+    Args:
+        dtype: of the model's weights.
+        level: what the machine has; one of `levels.available()`.
 
     They are kept in the user's cache (`KernelCache`); where that cannot be used, they are compiled at each start.
 
     Raises KernelsUnavailable, naming what is missing.
     """
-    _check_machine(dtype)
+    if sys.platform not in ("linux", "darwin"):
+        raise KernelsUnavailable(f"the kernels run on Linux and macOS, not on {sys.platform}")
+    if dtype not in level.formats:
+        raise KernelsUnavailable(f"no kernels for {dtype}")
     compiler = _compiler()
+    flags = (*_FLAGS, *level.flags, f"-DWSBATCH_FORMAT={level.formats[dtype]}")
     try:
-        key = _key(compiler, sorted(_SOURCES.glob("*.cpp")))
+        key = _key(compiler, flags, sorted(_SOURCES.glob("*.cpp")))
         cache = _cache()
         for path in cache.find(key) if cache is not None else ():
             with suppress(OSError, AttributeError):  # sound, but not what this machine loads
                 return _load(path)
-        return _build(compiler, cache, key)
+        return _build([*compiler, *flags], cache, key)
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         raise KernelsUnavailable(f"the kernels could not be compiled or loaded: {error}") from error
-
-
-def _check_machine(dtype: torch.dtype) -> None:
-    if sys.platform != "linux":
-        raise KernelsUnavailable(f"the kernels run on Linux, not on {sys.platform}")
-    needed = {torch.float32: ("avx512_f",), torch.bfloat16: ("avx512_f", "avx512_bf16")}.get(dtype)
-    if needed is None:
-        raise KernelsUnavailable(f"no kernels for {dtype}")
-    capabilities = torch.cpu.get_capabilities()
-    missing = [name for name in needed if not capabilities.get(name)]
-    if missing:
-        raise KernelsUnavailable(f"this processor lacks {', '.join(missing)}")
 
 
 def _compiler() -> list[str]:
@@ -80,22 +79,13 @@ def _compiler() -> list[str]:
     raise KernelsUnavailable("no C++ compiler was found (CXX, g++, clang++)")
 
 
-def _key(compiler: list[str], sources: list[Path]) -> str:
-    """Changes with anything that could change the binary or where it runs: `-march=native` makes that the CPU too."""
+def _key(compiler: list[str], flags: tuple[str, ...], sources: list[Path]) -> str:
+    """Changes with anything that could change the binary. The level's flags say what a processor needs to run it."""
     digest = hashlib.sha256(_run([*compiler, "--version"]).encode())
-    digest.update(repr((compiler, _FLAGS, _processor())).encode())
+    digest.update(repr((compiler, flags)).encode())
     for source in sources:
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()[:24]
-
-
-def _processor() -> str:
-    """What the processor can do: machines of several kinds may share a home directory."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("flags"):
-                return line
-    return repr(sorted(torch.cpu.get_capabilities().items()))
 
 
 def _cache() -> KernelCache | None:
@@ -106,11 +96,11 @@ def _cache() -> KernelCache | None:
         return None
 
 
-def _build(compiler: list[str], cache: KernelCache | None, key: str) -> ctypes.CDLL:
-    _log.info("compiling the kernels with %s", shlex.join(compiler))
+def _build(command: list[str], cache: KernelCache | None, key: str) -> ctypes.CDLL:
+    _log.info("compiling the kernels, once, in about ten seconds: %s", shlex.join(command))
     with tempfile.TemporaryDirectory(prefix="wsbatch-kernels-", ignore_cleanup_errors=True) as scratch:
         path = Path(scratch) / "step.so"
-        _run([*compiler, *_FLAGS, str(_SOURCES / "step.cpp"), "-o", str(path)])
+        _run([*command, str(_SOURCES / "step.cpp"), "-o", str(path)])
         if cache is not None:
             try:
                 path = cache.keep(path, key)

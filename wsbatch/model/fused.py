@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from wsbatch.model.compiled import KernelsUnavailable, load_library
+from wsbatch.model.levels import Level
 from wsbatch.model.linears import LANES, huge_zeros, interleave, pack, packed_shape
 from wsbatch.model.ragged import Ragged
 
@@ -41,7 +42,7 @@ class _Config(ctypes.Structure):
         *(
             (name, ctypes.c_int32)
             for name in (
-                "bf16", "threads", "layers", "hidden", "q_heads", "kv_heads", "head_dim", "block_tokens",
+                "threads", "layers", "hidden", "q_heads", "kv_heads", "head_dim", "block_tokens",
                 "total_blocks",
             )
         ),
@@ -72,16 +73,17 @@ class FusedRunner:
         block_tokens: tokens a block holds; a multiple of 16.
         max_model_len: the longest row, in tokens.
         threads: that compute, the caller's among them.
+        level: the instructions that the kernels are compiled for.
 
     Raises KernelsUnavailable, naming the reason, where the model or this machine does not suit.
     """
 
     name = "fused"
 
-    def __init__(self, model: Any, *, total_blocks: int, block_tokens: int, max_model_len: int, threads: int) -> None:
+    def __init__(self, model: Any, *, total_blocks: int, block_tokens: int, max_model_len: int, threads: int, level: Level) -> None:
         config = model.config
         check(model, block_tokens)
-        self._library = load_library(model.dtype)
+        self._library = load_library(model.dtype, level)
         self._library.wsbatch_create.restype = ctypes.c_void_p
         self._library.wsbatch_step.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
         self._library.wsbatch_destroy.argtypes = (ctypes.c_void_p,)
@@ -96,7 +98,6 @@ class FusedRunner:
             dtype=self._dtype,
         )
         settings = _Config(
-            bf16=int(self._dtype == torch.bfloat16),
             threads=threads,
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
@@ -115,10 +116,7 @@ class FusedRunner:
             pool=self._hold(pool),
         )
         layers = (_Layer * config.num_hidden_layers)(*(self._layer(layer) for layer in model.model.layers))
-        created = self._library.wsbatch_create(ctypes.byref(settings), layers)
-        if created is None:
-            raise KernelsUnavailable(f"the compiler built the kernels without {self._dtype}")
-        self._runner = ctypes.c_void_p(created)
+        self._runner = ctypes.c_void_p(self._library.wsbatch_create(ctypes.byref(settings), layers))
         # Its helper threads would outlive it.
         self._finalizer = weakref.finalize(self, self._library.wsbatch_destroy, self._runner)
         self._stage_ms = np.zeros(len(PARTS))

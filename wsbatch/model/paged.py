@@ -12,6 +12,7 @@ from wsbatch.messages import SamplingParams, TokenLogprobs
 from wsbatch.model.compiled import KernelsUnavailable
 from wsbatch.model.fused import PARTS, FusedRunner
 from wsbatch.model.loading import LoadedModel
+from wsbatch.model.levels import KernelLevel, choose
 from wsbatch.model.modules import ModulesRunner, refusal
 from wsbatch.model.positions import check_positions
 from wsbatch.model.probe import Probe
@@ -37,10 +38,12 @@ class PagedModel:
         total_blocks: KV blocks in the pool, numbered from 0.
         block_tokens: tokens a block holds; the fused runner needs a multiple of 16.
         runner: auto takes `fused` where it can run, and logs why where it cannot.
+        kernel_level: the instructions that the fused runner is compiled for; auto: the fastest that the machine has.
         graphs: on CUDA, capture graphs of decode steps.
 
     Raises ValueError, naming the reason, for an architecture that cannot run ragged paged steps, for rows so long that
-    their position encoding depends on each other, and for `runner="fused"` where it cannot run.
+    their position encoding depends on each other, for `runner="fused"` where it cannot run, and for a `kernel_level` that
+    this machine lacks.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class PagedModel:
         total_blocks: int,
         block_tokens: int,
         runner: RunnerName = "auto",
+        kernel_level: KernelLevel = "auto",
         graphs: bool = True,
     ) -> None:
         if block_tokens < 1:
@@ -58,6 +62,7 @@ class PagedModel:
         self._info = loaded.info
         self._total_blocks = total_blocks
         self._block_tokens = block_tokens
+        self._level = choose(kernel_level)
         self._runner = self._choose(loaded, runner, graphs)
         _log.info("continuous batching runs on the %s runner", self._runner.name)
 
@@ -71,7 +76,7 @@ class PagedModel:
         check = {"dtype": loaded.model.dtype, "block_tokens": self._block_tokens}
         if name != "modules":
             try:
-                fused = FusedRunner(loaded.model, **sizes, threads=torch.get_num_threads())
+                fused = FusedRunner(loaded.model, **sizes, threads=torch.get_num_threads(), level=self._level)
                 wrong = probe.differs(fused.run, **check)
                 if wrong is None:
                     return fused

@@ -1,12 +1,13 @@
 // Products of activations with packed weights.
 //
-// Weights [N, K] are packed as [N / 16][K in units][16] (see vector.cpp). A task takes a group of panels and runs all
-// rows against it, so a weight is read from memory once a step however many rows there are. Up to 8 rows the product is
-// as fast as memory; beyond, blocks of rows re-read the group from the second-level cache.
+// Weights [N, K] are packed as [N / 16][K in units][16] (formats.cpp). A task takes a group of panels and runs all rows
+// against it, so a weight is read from memory once a step however many rows there are. Few rows read it as it is stored,
+// and are as fast as memory. For many, blocks of the summed dimension are unpacked once into a scratch that stays in the
+// second-level cache, and blocks of rows are multiplied from there.
 #pragma once
-#include <algorithm>
+#include <vector>
 
-#include "vector.cpp"
+#include "formats.cpp"
 
 template <class F>
 struct Matrix {
@@ -17,57 +18,64 @@ struct Matrix {
     int panel_count() const { return (n + LANES - 1) / LANES; }
     int units() const { return k / F::PACK; }
     const unit* panel(int p) const { return panels + (size_t)p * units() * LANES; }
-    __m512 bias_at(int column) const { return bias ? _mm512_loadu_ps(bias + column) : _mm512_setzero_ps(); }
+    vec bias_at(int column) const { return bias ? load(bias + column) : all(0.0f); }
 };
 
-// Runs rows [0, m) of A against NV neighbouring panels; emit(row, first panel, acc[NV]) gets each row's sums.
-// Once the panels are in cache, the blocks after the first fetch those at `next` (or null) between them.
-template <class F, int MR_MAX, int NV, class Emit>
-inline void group(const Matrix<F>& w, int first_panel, const unit* next, const typename F::elem* a, int m,
-                  Emit&& emit) {
-    const unit* b[NV];
-    for (int v = 0; v < NV; v++) b[v] = w.panel(first_panel + v);
-    const size_t lda = w.units(), stride = lda * LANES;
-    const int blocks = (m + MR_MAX - 1) / MR_MAX;  // of nearly equal height, so that none is a sliver
-    const int share = blocks > 1 ? (NV + blocks - 2) / (blocks - 1) : 0;  // panels to fetch in each block
-    int row = 0;
-    for (int block = 0; block < blocks; block++) {
-        const int height = (m - row) / (blocks - block) + ((m - row) % (blocks - block) != 0);
-        const int from = block && next ? (block - 1) * share : NV, to = std::min(from + share, NV);
-        with_count<MR_MAX>(height, [&](auto mr) {
-            constexpr int MR = decltype(mr)::value;
-            __m512 acc[MR][NV];
-            clear(acc);
-            const auto* rows = (const unit*)a + row * lda;
-            if (from < to) {
-                dot<F, MR, NV>(acc, rows, lda, b, LANES, w.units(), [&](int k) {
-                    for (int p = from; p < to; p++)
-                        _mm_prefetch((const char*)(next + p * stride + (size_t)k * LANES), _MM_HINT_T1);
-                });
+constexpr int GROUP = 4;                                  // panels of a task at most
+constexpr int BLOCK_ROWS = 192;                           // rows whose sums are kept at a time
+constexpr int BLOCK_UNITS = WIDTH == 16 ? 1024 : 256;     // of the operand: rows and panels stay in the first-level cache
+
+struct Workspace {
+    alignas(64) float sums[BLOCK_ROWS * GROUP * LANES];
+    alignas(64) unit operand[GROUP * BLOCK_UNITS * LANES];
+};
+
+// Rows [0, m) of A against `count` neighbouring panels; emit(row, first, count, sums [count][16]) gets each row's. Meanwhile it fetches
+// the group at `next` (or null), which is what this thread most likely multiplies next.
+template <class F, class Emit>
+inline void group(const Matrix<F>& w, int first, int count, const unit* next, const typename F::act* a, int m,
+                  int tallest, Workspace& space, Emit&& emit) {
+    using Operand = typename F::Operand;
+    const size_t apart = (size_t)w.units() * LANES;
+    const int block_units = BLOCK_UNITS / F::STEPS, ld = count * LANES;
+    const int parts = ((m + BLOCK_ROWS - 1) / BLOCK_ROWS) * ((w.units() + block_units - 1) / block_units);
+    Ahead ahead;
+    if (next) ahead = {(const char*)next, (const char*)(next + count * apart)};
+    int number = 0;
+    for (int row = 0; row < m; row += BLOCK_ROWS) {
+        const int rows = std::min(BLOCK_ROWS, m - row);
+        const bool unpacks = !std::is_same_v<F, Operand> && rows > tallest;
+        for (int from = 0; from < w.units(); from += block_units) {
+            const int units = std::min(block_units, w.units() - from);
+            const unit* stored = w.panel(first) + (size_t)from * LANES;
+            const Panels panels = {&stored, 0, 0, apart, LANES, 1, units};
+            const Sums sums = {space.sums, (size_t)ld, from == 0};
+            const auto* acts = a + (size_t)row * w.k + from * F::PACK;
+            const Ahead mine = next ? ahead.part(number, parts, 1) : ahead;
+            if (unpacks) {
+                unpack<F>(panels, count, space.operand);
+                const unit* operand = space.operand;
+                const int wide = units * F::STEPS;
+                multiply<Operand>(acts, w.k, rows, {&operand, 0, 0, (size_t)wide * LANES, LANES, 1, wide}, count, sums,
+                                  tallest, mine);
             } else {
-                dot<F, MR, NV>(acc, rows, lda, b, LANES, w.units(), [](int) {});
+                multiply<F>(acts, w.k, rows, panels, count, sums, tallest, mine);
             }
-#pragma GCC unroll 16
-            for (int i = 0; i < MR; i++) emit(row + i, first_panel, acc[i]);
-        });
-        row += height;
+            number++;
+        }
+        for (int i = 0; i < rows; i++) emit(row + i, first, count, space.sums + (size_t)i * ld);
     }
 }
 
-// Splits a matrix's panels into tasks of NV, with what is left over in tasks of REST.
-template <int NV, int REST>
-inline int panel_tasks(int panels) {
-    return panels / NV + panels % NV / REST;
-}
+// Splits a matrix's panels into tasks of `group` panels, the last with what is left over.
+inline int panel_tasks(int panels, int group) { return (panels + group - 1) / group; }
 
-template <class F, int MR_MAX, int NV, int REST, class Emit>
-inline void panels(const Matrix<F>& w, int task, int threads, const typename F::elem* a, int m, Emit&& emit) {
-    const int whole = w.panel_count() / NV;
-    if (task < whole) {
-        // Tasks are claimed in turn, so this is what this thread most likely does next.
-        const unit* next = task + threads < whole ? w.panel((task + threads) * NV) : nullptr;
-        group<F, MR_MAX, NV>(w, task * NV, next, a, m, emit);
-    } else {
-        group<F, MR_MAX, REST>(w, whole * NV + (task - whole) * REST, nullptr, a, m, emit);
-    }
+// The rows against the panels of one task; `emit` as above.
+template <class F, class Emit>
+inline void task_of(const Matrix<F>& w, int task, int panels, int threads, const typename F::act* a, int m, int tallest,
+                    Workspace& space, Emit&& emit) {
+    const int first = task * panels, count = std::min(panels, w.panel_count() - first);
+    const int after = (task + threads) * panels;  // tasks are claimed in turn
+    const unit* next = after + count <= w.panel_count() ? w.panel(after) : nullptr;
+    group<F>(w, first, count, next, a, m, tallest, space, emit);
 }

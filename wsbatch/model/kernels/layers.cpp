@@ -9,19 +9,18 @@ struct Rotation {
 
 // 1 / sqrt(mean(x^2) + eps)
 inline float rms(const float* x, int n, float eps) {
-    __m512 sum = _mm512_setzero_ps();
+    vec squares = all(0.0f);
     for (int i = 0; i < n; i += LANES) {
-        const __m512 v = _mm512_loadu_ps(x + i);
-        sum = _mm512_fmadd_ps(v, v, sum);
+        const vec v = load(x + i);
+        squares = fma(v, v, squares);
     }
-    return 1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / n + eps);
+    return 1.0f / std::sqrt(sum(squares) / n + eps);
 }
 
 template <class F>
-inline void norm(const float* x, const float* weight, int n, float eps, typename F::elem* out) {
-    const __m512 by = _mm512_set1_ps(rms(x, n, eps));
-    for (int i = 0; i < n; i += LANES)
-        F::store(out + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), by), _mm512_loadu_ps(weight + i)));
+inline void norm(const float* x, const float* weight, int n, float eps, typename F::act* out) {
+    const vec by = all(rms(x, n, eps));
+    for (int i = 0; i < n; i += LANES) F::store(out + i, load(x + i) * by * load(weight + i));
 }
 
 // One head in place: an optional norm, then the rotation of its two halves (Su et al. 2021, in the half-split form).
@@ -47,12 +46,12 @@ inline bool keep(const float* key, const float* value, int d, int place, int ahe
     const size_t tile = (size_t)LANES * d;
     const int lane = place % LANES;
     typename F::elem narrow[512];
-    __m512 nothing = _mm512_setzero_ps();  // x - x: 0, or NaN where x is not finite
+    vec nothing = all(0.0f);  // x - x: 0, or NaN where x is not finite
     auto convert = [&](const float* from) {
         for (int i = 0; i < d; i += LANES) {
-            const __m512 x = _mm512_loadu_ps(from + i);
-            nothing = _mm512_add_ps(nothing, _mm512_sub_ps(x, x));
-            F::store(narrow + i, x);
+            const vec x = load(from + i);
+            nothing = nothing + (x - x);
+            F::put(narrow + i, x);
         }
     };
     convert(key);
@@ -65,5 +64,5 @@ inline bool keep(const float* key, const float* value, int d, int place, int ahe
         auto* unwritten = values + token / F::PACK * F::PACK * (size_t)d + token % F::PACK;
         for (int i = 0; i < d; i++) unwritten[i * F::PACK] = 0;
     }
-    return !_mm512_cmp_ps_mask(nothing, nothing, _CMP_UNORD_Q);
+    return !any(nothing != nothing);
 }

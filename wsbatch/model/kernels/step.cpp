@@ -23,7 +23,7 @@ struct LayerWeights {
     int32_t window;
 };
 struct Config {
-    int32_t bf16, threads, layers, hidden, q_heads, kv_heads, head_dim, block_tokens, total_blocks;
+    int32_t threads, layers, hidden, q_heads, kv_heads, head_dim, block_tokens, total_blocks;
     float eps, scale;
     const void* embedding;  // [V, hidden]
     Packed head;
@@ -53,6 +53,7 @@ class Runner {
 template <class F>
 class Model : public Runner {
     using elem = typename F::elem;
+    using act = typename F::act;
 
   public:
     Model(const Config& c, const LayerWeights* layers)
@@ -60,7 +61,8 @@ class Model : public Runner {
           layers_(layers, layers + c.layers),
           shape_{c.q_heads, c.kv_heads, c.head_dim, c.block_tokens, c.scale},
           team_(c.threads, c.layers * STAGES_PER_LAYER + 4),
-          scratch_(c.threads) {
+          scratch_(c.threads),
+          spaces_(c.threads) {
         for (auto& layer : layers_)
             if (!plan_of(layer.window)) plans_.push_back({layer.window, std::make_unique<Plan>()});
     }
@@ -134,7 +136,7 @@ class Model : public Runner {
             for (int t = from; t < to; t++) {
                 const elem* row = (const elem*)c_.embedding + (size_t)b.token_ids[t] * c_.hidden;
                 for (int i = 0; i < c_.hidden; i += LANES)
-                    _mm512_storeu_ps(&x_[(size_t)t * c_.hidden + i], F::load(row + i));
+                    store(&x_[(size_t)t * c_.hidden + i], F::get(row + i));
             }
         });
     }
@@ -151,8 +153,8 @@ class Model : public Runner {
         };
         norm_rows(w.attention_norm);
         mark(OTHER);
-        product(stage, w.qkv, normed_.data(), t, [&](int row, int column, __m512 value) {
-            _mm512_storeu_ps(&qkv_[(size_t)row * w.qkv.n + column], value);
+        product(stage, w.qkv, normed_.data(), t, thread, [&](int row, int column, const vec& value) {
+            store(&qkv_[(size_t)row * w.qkv.n + column], value);
         });
         mark(LINEARS);
         elem* pool = (elem*)c_.pool + (size_t)index * c_.total_blocks * c_.kv_heads * 2 * c_.block_tokens * c_.head_dim;
@@ -162,52 +164,52 @@ class Model : public Runner {
         mark(OTHER);
         Plan& plan = *plan_of(w.window);
         const Attention<F> attention(shape_, rows_, plan, w.window);
-        team_.stage(stage++, plan.jobs.size(), [&](int job) {
+        team_.stage(stage++, (int)plan.jobs.size(), [&](int job) {
             attention.run(job, q_.data(), t, pool, attended_.data(), scratch_[thread]);
         });
         mark(ATTENTION);
-        auto add = [&](int row, int column, __m512 value) {
+        auto add = [&](int row, int column, const vec& value) {
             float* to = &x_[row * hidden + column];
-            _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), value));
+            store(to, load(to) + value);
         };
-        product(stage, w.o, attended_.data(), t, add);
+        product(stage, w.o, attended_.data(), t, thread, add);
         mark(LINEARS);
         norm_rows(w.mlp_norm);
         mark(OTHER);
-        gate(stage, w.gate_up, t);
-        product(stage, w.down, gated_.data(), t, add);
+        gate(stage, w.gate_up, t, thread);
+        product(stage, w.down, gated_.data(), t, thread, add);
         mark(LINEARS);
     }
 
     template <class Emit>
-    void product(int& stage, const Packed& packed, const elem* a, int rows, Emit&& emit) {
+    void product(int& stage, const Packed& packed, const act* a, int rows, int thread, Emit&& emit) {
+        constexpr int panels = 3;
         const Matrix<F> w = matrix(packed);
-        team_.stage(stage++, panel_tasks<3, 1>(w.panel_count()), [&](int task) {
-            panels<F, 8, 3, 1>(w, task, team_.size(), a, rows, [&](int row, int panel, auto& acc) {
-                constexpr int count = sizeof(acc) / sizeof(acc[0]);
-#pragma GCC unroll 4
+        team_.stage(stage++, panel_tasks(w.panel_count(), panels), [&](int task) {
+            task_of(w, task, panels, team_.size(), a, rows, TALLEST, spaces_[thread], [&](int row, int first, int count,
+                                                                                         const float* sums) {
                 for (int v = 0; v < count; v++) {
-                    const int column = (panel + v) * LANES;
-                    emit(row, column, _mm512_add_ps(acc[v], w.bias_at(column)));
+                    const int column = (first + v) * LANES;
+                    emit(row, column, load(sums + v * LANES) + w.bias_at(column));
                 }
             });
         });
     }
 
-    // Panels of the gate and of the up projection alternate, so that silu(gate) * up is formed in registers.
-    void gate(int& stage, const Packed& packed, int rows) {
+    // Panels of the gate and of the up projection alternate, so that silu(gate) * up is formed while both are at hand.
+    void gate(int& stage, const Packed& packed, int rows, int thread) {
+        constexpr int panels = 4;
         const Matrix<F> w = matrix(packed);
         const size_t width = w.n / 2;
-        team_.stage(stage++, panel_tasks<4, 2>(w.panel_count()), [&](int task) {
-            panels<F, 6, 4, 2>(w, task, team_.size(), normed_.data(), rows, [&](int row, int panel, auto& acc) {
-                constexpr int count = sizeof(acc) / sizeof(acc[0]);
-#pragma GCC unroll 4
-                for (int v = 0; v < count; v += 2) {
-                    const __m512 g = _mm512_add_ps(acc[v], w.bias_at((panel + v) * LANES));
-                    const __m512 u = _mm512_add_ps(acc[v + 1], w.bias_at((panel + v + 1) * LANES));
-                    F::store(&gated_[row * width + (panel + v) / 2 * LANES], _mm512_mul_ps(silu(g), u));
-                }
-            });
+        team_.stage(stage++, panel_tasks(w.panel_count(), panels), [&](int task) {
+            task_of(w, task, panels, team_.size(), normed_.data(), rows, std::min(6, TALLEST), spaces_[thread],
+                    [&](int row, int first, int count, const float* sums) {
+                        for (int v = 0; v < count; v += 2) {
+                            const vec g = load(sums + v * LANES) + w.bias_at((first + v) * LANES);
+                            const vec u = load(sums + (v + 1) * LANES) + w.bias_at((first + v + 1) * LANES);
+                            F::store(&gated_[row * width + (first + v) / 2 * LANES], silu(g) * u);
+                        }
+                    });
         });
     }
 
@@ -220,8 +222,8 @@ class Model : public Runner {
         const float *cos = c_.cos + (size_t)position * d, *sin = c_.sin + (size_t)position * d;
         for (int h = 0; h < c_.q_heads; h++) {
             rotate(q + h * d, w.q_norm, d, c_.eps, cos, sin);
-            elem* to = &q_[(((size_t)(h / g) * b.tokens + t) * g + h % g) * d];
-            for (int i = 0; i < d; i += LANES) F::store(to + i, _mm512_loadu_ps(q + h * d + i));
+            act* to = &q_[(((size_t)(h / g) * b.tokens + t) * g + h % g) * d];
+            for (int i = 0; i < d; i += LANES) F::store(to + i, load(q + h * d + i));
         }
         const Row& row = rows_[row_of_[t]];
         const size_t block = row.blocks[position / c_.block_tokens];
@@ -241,20 +243,24 @@ class Model : public Runner {
             for (int s = from; s < to; s++)
                 norm<F>(&x_[b.sample_at[s] * hidden], c_.final_norm, hidden, c_.eps, &normed_[s * hidden]);
         });
-        const Matrix<F> w = matrix(c_.head);
-        const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        product(stage, c_.head, normed_.data(), b.samples, [&](int s, int column, __m512 value) {
-            const int left = w.n - column;
-            const __mmask16 real = left >= LANES ? 0xffff : (__mmask16)((1 << left) - 1);
-            if (b.logits[s]) _mm512_mask_storeu_ps(b.logits[s] + column, real, value);
+        const int n = c_.head.n;
+        product(stage, c_.head, normed_.data(), b.samples, thread, [&](int s, int column, const vec& value) {
+            const int left = std::min(n - column, LANES);
+            if (b.logits[s] && left == LANES) {
+                store(b.logits[s] + column, value);
+            } else if (b.logits[s]) {
+                float last[LANES];
+                store(last, value);
+                std::copy_n(last, left, b.logits[s] + column);
+            }
             const size_t at = ((size_t)thread * samples_ + s) * LANES;
-            const __m512 top = _mm512_loadu_ps(&top_[at]);
+            const vec top = load(&top_[at]);
             // NaN counts as infinite: nothing is better, so it is not lost.
-            const __m512 rank = _mm512_mask_mov_ps(value, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q),
-                                                   _mm512_set1_ps(std::numeric_limits<float>::infinity()));
-            const __mmask16 better = _mm512_mask_cmp_ps_mask(real, rank, top, _CMP_GT_OQ);
-            _mm512_mask_storeu_ps(&top_[at], better, rank);
-            _mm512_mask_storeu_epi32(&top_at_[at], better, _mm512_add_epi32(lane, _mm512_set1_epi32(column)));
+            const vec rank = select(value != value, all(std::numeric_limits<float>::infinity()), value);
+            ivec better = rank > top;
+            if (left < LANES) better = better & (lane_numbers() <= all(left - 1));
+            store(&top_[at], select(better, rank, top));
+            store(&top_at_[at], select(better, lane_numbers() + all(column), load(&top_at_[at])));
         });
     }
 
@@ -275,22 +281,20 @@ class Model : public Runner {
     std::vector<LayerWeights> layers_;
     const Shape shape_;
     Team team_;
-    std::vector<Scratch<F>> scratch_;
+    std::vector<Scratch<F>> scratch_;                // by thread, like the next
+    std::vector<Workspace> spaces_;
     std::vector<std::pair<int, std::unique_ptr<Plan>>> plans_;  // by window
     std::vector<Row> rows_;
     std::vector<int> row_of_;                        // [T]
     std::vector<float> x_, qkv_, top_;               // [T, hidden], [T, (Hq + 2 Hkv) D], [threads, S, 16]
-    std::vector<elem> normed_, q_, attended_, gated_;
+    std::vector<act> normed_, q_, attended_, gated_;
     std::vector<int32_t> top_at_;
     int samples_ = 0;
 };
 
 extern "C" {
 void* wsbatch_create(const Config* config, const LayerWeights* layers) {
-#ifdef __AVX512BF16__
-    if (config->bf16) return new Model<BF16>(*config, layers);
-#endif
-    return config->bf16 ? nullptr : static_cast<Runner*>(new Model<F32>(*config, layers));
+    return static_cast<Runner*>(new Model<WSBATCH_FORMAT>(*config, layers));
 }
 void wsbatch_step(void* runner, const Batch* batch) { static_cast<Runner*>(runner)->step(*batch); }
 void wsbatch_destroy(void* runner) { delete static_cast<Runner*>(runner); }

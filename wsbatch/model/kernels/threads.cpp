@@ -4,7 +4,6 @@
 // and go on once all are done. A thread that wakes late, or that the system has set aside, holds nobody up unless it
 // is inside a task: the others do its share. That matters where an event loop shares the processors.
 #pragma once
-#include <immintrin.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -14,6 +13,15 @@
 #include <system_error>
 #include <thread>
 #include <vector>
+
+// Tells the processor that this thread waits in a loop.
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
 
 struct Stage {
     alignas(64) std::atomic<int> next{0};
@@ -97,7 +105,7 @@ class Team {
     static void wait(Ready&& ready) {
         for (int spins = 0; !ready(); spins++) {
             if (spins < 4000) {
-                _mm_pause();
+                relax();
             } else {
                 sched_yield();  // somebody else may need this processor to let the last task finish
             }
