@@ -82,6 +82,11 @@ class EngineConfig(Settings):
     )
     dtype: str = setting("auto", "type of the computation", choices=("auto", "float32", "bfloat16", "float16"))
     device: str = setting("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
+    kernel_level: str = setting(
+        "auto",
+        "continuous, on a CPU: the instructions that the kernels use; auto: the fastest that the processor has",
+        choices=("auto", "avx512_bf16", "avx512", "avx2", "neon", "generic"),
+    )
     threads: int | None = setting(None, "threads of the model; default: torch's own choice", least=1, most=1024)
     max_model_len: int | None = setting(
         None,

@@ -1,6 +1,6 @@
 // Steps of random small models through the kernels, for a sanitizer to watch: every buffer has exactly its size.
 //
-// Arguments: the first seed, and how many. Each seed is a model (shapes, format, windows, biases, threads) and a few
+// Arguments: the first seed, and how many. Each seed is a model in WSBATCH_FORMAT (shapes, windows, biases, threads) and a few
 // ragged steps of it: rows join in chunks, decode, and some have a token whose embedding is NaN. Exits with 1 where a
 // step's best id is not that of its logits, or where the wrong rows are called broken.
 #include <cstdio>
@@ -43,7 +43,6 @@ class Trial {
     explicit Trial(int seed) : random_(seed) {
         const int units[] = {16, 32, 48, 64, 80};
         auto& c = config_;
-        c.bf16 = sizeof(T) != sizeof(float);
         c.threads = pick(random_, 1, 3);
         c.layers = pick(random_, 1, 2);
         c.hidden = 16 * pick(random_, 1, 6);
@@ -57,7 +56,7 @@ class Trial {
         vocab_ = pick(random_, 2, 70);
         auto& embedding = keep(numbers<T>(random_, (size_t)vocab_ * c.hidden, 1));
         const float nan = std::numeric_limits<float>::quiet_NaN();
-        embedding[0] = c.bf16 ? (T)0x7fc0 : (T)nan;  // token 0 is the poisoned one
+        embedding[0] = sizeof(T) != sizeof(float) ? (T)0x7fc0 : (T)nan;  // token 0 is the poisoned one
         c.embedding = embedding.data();
         c.head = packed(vocab_, c.hidden);
         c.final_norm = floats(c.hidden, 1);
@@ -172,11 +171,7 @@ class Trial {
 int main(int, char** arguments) {
     const int first = std::atoi(arguments[1]), count = std::atoi(arguments[2]);
     for (int seed = first; seed < first + count; seed++) {
-        bool right = Trial<float>(seed).run();
-#ifdef __AVX512BF16__
-        right = Trial<uint16_t>(seed).run() && right;
-#endif
-        if (!right) {
+        if (!Trial<WSBATCH_FORMAT::elem>(seed).run()) {
             std::fprintf(stderr, "seed %d: wrong\n", seed);
             return 1;
         }

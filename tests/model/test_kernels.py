@@ -1,6 +1,6 @@
 """The C++ step against transformers' own forward: shapes, long rows, splits, windows, threads, formats, levels.
 
-Every level that this machine has is compiled and run; a test at a level that it lacks is skipped, and says what is missing.
+Every level that this machine has is compiled and run. A test at a level that it lacks is skipped, and says why.
 """
 
 import gc
@@ -220,7 +220,14 @@ def test_the_breakdown_starts_anew_each_time() -> None:
 )
 def test_what_the_kernels_do_not_compute_is_refused(changes: dict[str, Any], block_tokens: int, reason: str) -> None:
     with pytest.raises(KernelsUnavailable, match=reason):
-        FusedRunner(build(**changes), total_blocks=4, block_tokens=block_tokens, max_model_len=32, threads=1, level=choose("auto"))
+        FusedRunner(
+            build(**changes),
+            total_blocks=4,
+            block_tokens=block_tokens,
+            max_model_len=32,
+            threads=1,
+            level=choose("auto"),
+        )
 
 
 def test_other_formats_are_refused() -> None:

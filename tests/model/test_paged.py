@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from wsbatch.messages import SamplingParams
 from wsbatch.model import attention, compiled, probe
 from wsbatch.model.graphs import DecodeGraphs
+from wsbatch.model.levels import choose
 from wsbatch.model.loading import LoadedModel
 from wsbatch.model.modules import ModulesRunner
 from wsbatch.model.paged import PagedModel
@@ -136,7 +137,7 @@ def shuffled_blocks(seed: int = 0) -> Iterator[int]:
 def paged(loaded: LoadedModel, runner: str) -> PagedModel:
     if runner == "fused":
         try:
-            compiled.load_library(torch.float32)
+            compiled.load_library(torch.float32, choose("auto"))
         except compiled.KernelsUnavailable as error:
             pytest.skip(f"no compiled kernels here: {error}")
     return PagedModel(loaded, total_blocks=BLOCKS, block_tokens=BLOCK, runner=runner)  # type: ignore[arg-type]
@@ -409,7 +410,6 @@ def test_without_a_compiler_the_modules_runner_says_the_same(
     loaded = make("llama")
     text = prompts((23,))[0]
     expected = alone(loaded, text, 1)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True})  # the processor is asked first
     monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
     with caplog.at_level(logging.WARNING, "wsbatch.model"):
         model = PagedModel(loaded, total_blocks=BLOCKS, block_tokens=BLOCK)
@@ -422,7 +422,7 @@ def test_without_a_compiler_the_modules_runner_says_the_same(
 
 def test_auto_takes_the_fused_runner_in_bfloat16_too(make: Make) -> None:
     try:
-        compiled.load_library(torch.bfloat16)
+        compiled.load_library(torch.bfloat16, choose("auto"))
     except compiled.KernelsUnavailable as error:
         pytest.skip(f"no compiled kernels here: {error}")
     loaded = make("llama")

@@ -17,6 +17,7 @@ from wsbatch.batching.queue import Work
 from wsbatch.batching.scheduler import Step
 from wsbatch.messages import SamplingParams
 from wsbatch.model.compiled import KernelsUnavailable, load_library
+from wsbatch.model.levels import choose
 from wsbatch.model.loading import LoadedModel
 from wsbatch.model.padded import PaddedModel
 from wsbatch.model.paged import PagedModel
@@ -62,7 +63,7 @@ def poison(model: Any) -> None:
 
 def skip_without_kernels(dtype: torch.dtype) -> None:
     try:
-        load_library(dtype)
+        load_library(dtype, choose("auto"))
     except KernelsUnavailable as error:
         pytest.skip(f"no compiled kernels here: {error}")
 

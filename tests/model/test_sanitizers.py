@@ -1,6 +1,6 @@
 """The kernels under the compiler's sanitizers: `random_steps.cpp`, where every buffer has exactly its size.
 
-Needs a compiler with their libraries (Debian's g++ has them), a processor with AVX-512, and about a minute.
+Needs a compiler with their libraries (Debian's g++ has them), and about two minutes.
 """
 
 import os
@@ -12,20 +12,29 @@ import pytest
 import torch
 
 from wsbatch.model import compiled
+from wsbatch.model.levels import choose
 
 MODELS = 60
 KERNELS = Path(compiled.__file__).parent / "kernels"
-FLAGS = ("-std=c++20", "-O1", "-g", "-march=native", "-fno-math-errno", "-pthread", "-w", f"-I{KERNELS}")
+FLAGS = ("-std=c++20", "-O1", "-g", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-w", f"-I{KERNELS}")
+MEMORY = "-fsanitize=address,undefined -fno-sanitize-recover=all"
 
 
 @pytest.mark.parametrize(
-    "sanitizers",
-    ["-fsanitize=address,undefined -fno-sanitize-recover=all", "-fsanitize=thread"],
-    ids=["address and undefined", "thread"],
+    ("sanitizers", "name", "dtype"),
+    [
+        (MEMORY, "auto", torch.bfloat16),
+        (MEMORY, "avx2", torch.bfloat16),
+        (MEMORY, "generic", torch.float32),
+        ("-fsanitize=thread", "auto", torch.float32),
+    ],
+    ids=["memory, bfloat16", "memory, avx2, bfloat16", "memory, generic, float32", "thread"],
 )
-def test_random_steps(sanitizers: str, tmp_path: Path) -> None:
-    if not torch.cpu.get_capabilities().get("avx512_f"):
-        pytest.skip("this processor lacks avx512_f")
+def test_random_steps(sanitizers: str, name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    try:
+        level = choose(name)
+    except ValueError as error:
+        pytest.skip(str(error))
     compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler was found (CXX, g++, clang++)")
@@ -39,7 +48,19 @@ def test_random_steps(sanitizers: str, tmp_path: Path) -> None:
             pytest.skip(f"{flags[0]} does not work here: {tried.stderr.strip()[-200:]}")
     program, source = str(tmp_path / "random_steps"), Path(__file__).with_name("random_steps.cpp")
     built = subprocess.run(
-        [compiler, *FLAGS, *flags, str(source), "-o", program], capture_output=True, text=True, check=False
+        [
+            compiler,
+            *FLAGS,
+            *level.flags,
+            f"-DWSBATCH_FORMAT={level.formats[dtype]}",
+            *flags,
+            str(source),
+            "-o",
+            program,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert built.returncode == 0, built.stderr
     done = subprocess.run([program, "0", str(MODELS)], capture_output=True, text=True, check=False)

@@ -139,7 +139,12 @@ def _continuous(config: EngineConfig, now_s: float) -> Scheduler:
 def _paged(loaded: "LoadedModel", config: EngineConfig) -> Model:
     from wsbatch.model.paged import PagedModel
 
-    return PagedModel(loaded, total_blocks=_total_blocks(config), block_tokens=config.block_tokens)
+    return PagedModel(
+        loaded,
+        total_blocks=_total_blocks(config),
+        block_tokens=config.block_tokens,
+        kernel_level=config.kernel_level,
+    )
 
 
 def _readable_block(config: EngineConfig, info: ModelInfo) -> int:

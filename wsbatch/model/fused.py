@@ -80,7 +80,9 @@ class FusedRunner:
 
     name = "fused"
 
-    def __init__(self, model: Any, *, total_blocks: int, block_tokens: int, max_model_len: int, threads: int, level: Level) -> None:
+    def __init__(
+        self, model: Any, *, total_blocks: int, block_tokens: int, max_model_len: int, threads: int, level: Level
+    ) -> None:
         config = model.config
         check(model, block_tokens)
         self._library = load_library(model.dtype, level)

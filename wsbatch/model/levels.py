@@ -1,16 +1,14 @@
 """The levels that the kernels are compiled for: what a processor needs for each, and how it multiplies each dtype.
 
-One source serves all of them (`kernels/lanes.cpp`). A level is a set of instructions, not a processor, so a library that
-was compiled for it runs wherever they are. The levels are in order of speed: the first that fits is chosen.
+One source serves all of them (`kernels/lanes.cpp`). A level is a set of instructions, not a processor, so a library
+that was compiled for it runs wherever they are. The levels are in order of speed: the first that fits is chosen.
 """
 
 import platform
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-KernelLevel = Literal["auto", "avx512_bf16", "avx512", "avx2", "neon", "generic"]
 _STORED = {torch.float32: "F32", torch.bfloat16: "StoredBF16"}
 _X86 = ("x86_64", "amd64")
 _ARM = ("aarch64", "arm64")
@@ -66,11 +64,16 @@ def available() -> tuple[Level, ...]:
     return tuple(level for level in LEVELS if level.missing() is None)
 
 
-def choose(name: KernelLevel) -> Level:
-    """The level of this name; auto: the fastest that this machine has. ValueError where it lacks what the level needs."""
+def choose(name: str) -> Level:
+    """The level of this name; auto: the fastest that this machine has.
+
+    Raises ValueError where there is no such level, or this machine lacks what it needs.
+    """
     if name == "auto":
         return available()[0]
-    level = next(level for level in LEVELS if level.name == name)
+    level = next((level for level in LEVELS if level.name == name), None)
+    if level is None:
+        raise ValueError(f"kernel_level={name!r} is none of auto, {', '.join(level.name for level in LEVELS)}")
     if (reason := level.missing()) is not None:
-        raise ValueError(f"kernel level {name} cannot run: {reason}")
+        raise ValueError(f"kernel_level={name!r} cannot run: {reason}")
     return level

@@ -11,8 +11,8 @@ from torch import Tensor
 from wsbatch.messages import SamplingParams, TokenLogprobs
 from wsbatch.model.compiled import KernelsUnavailable
 from wsbatch.model.fused import PARTS, FusedRunner
+from wsbatch.model.levels import choose
 from wsbatch.model.loading import LoadedModel
-from wsbatch.model.levels import KernelLevel, choose
 from wsbatch.model.modules import ModulesRunner, refusal
 from wsbatch.model.positions import check_positions
 from wsbatch.model.probe import Probe
@@ -42,8 +42,8 @@ class PagedModel:
         graphs: on CUDA, capture graphs of decode steps.
 
     Raises ValueError, naming the reason, for an architecture that cannot run ragged paged steps, for rows so long that
-    their position encoding depends on each other, for `runner="fused"` where it cannot run, and for a `kernel_level` that
-    this machine lacks.
+    their position encoding depends on each other, for `runner="fused"` where it cannot run, and for a `kernel_level`
+    that this machine lacks.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PagedModel:
         total_blocks: int,
         block_tokens: int,
         runner: RunnerName = "auto",
-        kernel_level: KernelLevel = "auto",
+        kernel_level: str = "auto",
         graphs: bool = True,
     ) -> None:
         if block_tokens < 1:
@@ -64,7 +64,7 @@ class PagedModel:
         self._block_tokens = block_tokens
         self._level = choose(kernel_level)
         self._runner = self._choose(loaded, runner, graphs)
-        _log.info("continuous batching runs on the %s runner", self._runner.name)
+        _log.info("continuous batching runs on the %s runner (kernels: %s)", self._runner.name, self._level.name)
 
     def _choose(self, loaded: LoadedModel, name: RunnerName, graphs: bool) -> FusedRunner | ModulesRunner:
         sizes = {

@@ -43,7 +43,6 @@ constexpr int MAX_QUERIES = 64;   // query rows (tokens x heads of the group) in
 constexpr int TILE_QUERIES = 30;  // what a prefill tile aims at
 constexpr int WIDE = 128;         // positions whose scores are kept at a time
 constexpr int PART = 256;         // positions of a part
-constexpr int TALL_QUERIES = std::min(6, TALLEST);  // rows of a tile of the inner product
 // The peak of no scores at all. Were it a number, scores that are all -inf would pass for the average of the values.
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
@@ -179,15 +178,14 @@ class Attention {
     void product(const act* a, size_t lda, int queries, const Panels& b, int count, const Sums& sums,
                  Scratch<F>& scratch) const {
         using Operand = typename F::Operand;
-        if (std::is_same_v<F, Operand> || queries <= TALL_QUERIES)
-            return multiply<F>(a, lda, queries, b, count, sums, TALL_QUERIES);
+        if (queries < UNPACK_ROWS<F>)
+            return multiply<F>(a, lda, queries, b, count, sums);
         scratch.operand.resize((size_t)WIDE * s_.head_dim);
         auto* operand = (unit*)scratch.operand.data();
         unpack<F>(b, count, operand);
         const int units = b.runs * b.units * F::STEPS;
         const unit* start = operand;
-        multiply<Operand>(a, lda, queries, {&start, 0, 0, (size_t)units * LANES, LANES, 1, units}, count, sums,
-                          TALL_QUERIES);
+        multiply<Operand>(a, lda, queries, {&start, 0, 0, (size_t)units * LANES, LANES, 1, units}, count, sums);
     }
 
     // Scores to weights 2^(score - peak); sums so far are scaled to the new peak.

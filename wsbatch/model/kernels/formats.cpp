@@ -4,10 +4,11 @@
 // dimension, one float or two bfloat16. So one load holds a unit of 16 columns, no horizontal sum is ever needed, and
 // the layout is the same on every processor. Weights, cached keys and cached values all have this form.
 //
-// A format says what B is stored as, how a unit of B becomes numbers (`column`, in STEPS passes), and how those meet a
-// row of A (`madd`). `Operand` is the format that B is multiplied in once it is unpacked.
+// A format says what B is stored as, how a register full of units becomes numbers (`column`, in STEPS passes), and how
+// those meet a row of A (`madd`). `Operand` is the format that B is multiplied in once it is unpacked.
 #pragma once
 #include <algorithm>
+#include <limits>
 
 #include "lanes.cpp"
 
@@ -36,10 +37,10 @@ struct F32 {
     static constexpr int STEPS = 1;  // passes over a unit
     static constexpr int ACTS = 1;   // acts that a pass takes
     template <int STEP>
-    static INLINE vec column(const unit* b) {
-        return load((const float*)b);
+    static INLINE fpart column(const unit* b) {
+        return read<fpart>(b);
     }
-    static INLINE vec madd(const vec& acc, const act* a, const vec& b) { return fma(all(*a), b, acc); }
+    static INLINE fpart madd(fpart acc, const act* a, fpart b) { return fma_part(all_part(*a), b, acc); }
     static INLINE void put(elem* to, const vec& x) { ::store(to, x); }
     static INLINE void store(act* to, const vec& x) { ::store(to, x); }
     static INLINE vec get(const elem* from) { return load(from); }
@@ -52,14 +53,11 @@ struct StoredBF16 {
     using Operand = F32;
     static constexpr int PACK = 2, STEPS = 2, ACTS = 1;
     template <int STEP>
-    static INLINE vec column(const unit* b) {
-        if constexpr (STEP == 0) {
-            LANEWISE(vec, (fpart)(read<ipart>(b + i * WIDTH) << 16));
-        } else {
-            LANEWISE(vec, (fpart)(read<ipart>(b + i * WIDTH) & (int32_t)0xffff0000));
-        }
+    static INLINE fpart column(const unit* b) {
+        const ipart pair = read<ipart>(b);
+        return (fpart)(STEP == 0 ? pair << 16 : pair & (int32_t)0xffff0000);
     }
-    static INLINE vec madd(const vec& acc, const act* a, const vec& b) { return fma(all(*a), b, acc); }
+    static INLINE fpart madd(fpart acc, const act* a, fpart b) { return fma_part(all_part(*a), b, acc); }
     static INLINE void put(elem* to, const vec& x) { narrow(to, x); }
     static INLINE void store(act* to, const vec& x) { ::store(to, x); }
     static INLINE vec get(const elem* from) { return widen(from); }
@@ -73,12 +71,12 @@ struct NativeBF16 {
     using Operand = NativeBF16;
     static constexpr int PACK = 2, STEPS = 1, ACTS = 2;
     template <int STEP>
-    static INLINE vec column(const unit* b) {
-        return load((const float*)b);
+    static INLINE fpart column(const unit* b) {
+        return read<fpart>(b);
     }
-    static INLINE vec madd(const vec& acc, const act* a, const vec& b) {
+    static INLINE fpart madd(fpart acc, const act* a, fpart b) {
         const __m512i pair = _mm512_set1_epi32(read<unit>(a));
-        return {{(fpart)_mm512_dpbf16_ps((__m512)acc.p[0], (__m512bh)pair, (__m512bh)b.p[0])}};
+        return (fpart)_mm512_dpbf16_ps((__m512)acc, (__m512bh)pair, (__m512bh)b);
     }
     static INLINE void put(elem* to, const vec& x) {
         _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)x.p[0]));
@@ -88,22 +86,33 @@ struct NativeBF16 {
 };
 #endif
 
-// Sums of 16 columns that fit in the registers at a time, beside what else an inner product needs there.
+// Sums of 16 columns that the registers hold at a time, beside what else an inner product needs there. A format that is
+// taken apart on the way needs more of them.
 #if defined(__AVX512F__)
+template <class F>
 constexpr int SUMS = 24;
 #elif defined(__AVX2__) || defined(__aarch64__)
-constexpr int SUMS = 6;
+template <class F>
+constexpr int SUMS = F::STEPS == 1 ? 6 : 4;
 #else
+template <class F>
 constexpr int SUMS = 2;
 #endif
-constexpr int PANELS = std::min(4, SUMS);           // most panels that a tile takes at a time
-constexpr int TALLEST = std::min(8, SUMS);          // and rows
-constexpr bool fits(int rows, int panels) { return rows * panels <= SUMS; }
+template <class F>
+constexpr int TALLEST = std::min(8, SUMS<F>);  // rows of a tile at most
+template <class F>
+constexpr int WIDEST = std::min(4, SUMS<F>);  // and panels
+// Rows from which on B is better unpacked once for all of them. Thirty-two wide registers have room to take it apart
+// again and again, hidden behind the products.
+template <class F>
+constexpr int UNPACK_ROWS = F::STEPS == 1 || WIDTH == 16 ? std::numeric_limits<int>::max() : 16;
 
-// Memory to fetch into the second-level cache meanwhile, a few lines a unit.
+constexpr int FETCH_UNITS = 16;
+
+// Memory to fetch into the second-level cache meanwhile, a few lines every FETCH_UNITS units.
 struct Ahead {
     const char *line = nullptr, *end = nullptr;
-    int lines = 0;  // a unit
+    int lines = 0;  // at a time
     INLINE void fetch() {
         for (int i = 0; i < lines && line < end; i++, line += 64) __builtin_prefetch(line, 0, 2);
     }
@@ -111,7 +120,8 @@ struct Ahead {
     Ahead part(int number, int parts, int units) const {
         const size_t whole = (end - line) / 64;
         const size_t from = whole * number / parts, to = whole * (number + 1) / parts;
-        return {line + from * 64, line + to * 64, (int)((to - from + units - 1) / units)};
+        const int times = (units + FETCH_UNITS - 1) / FETCH_UNITS;
+        return {line + from * 64, line + to * 64, (int)((to - from + times - 1) / times)};
     }
 };
 
@@ -137,10 +147,11 @@ struct Sums {
 template <class F, int ROWS, int COUNT>
 __attribute__((noinline)) void tile(const typename F::act* a, size_t lda, const Panels& b, int panel, const Sums& sums,
                                     Ahead ahead) {
-    vec acc[ROWS][COUNT];
+    constexpr int COLUMNS = COUNT * REGISTERS;  // registers full of them
+    fpart acc[ROWS][COLUMNS];
     each<ROWS>([&](auto m) __attribute__((always_inline)) {
-        each<COUNT>([&](auto v) __attribute__((always_inline)) {
-            acc[m][v] = sums.fresh ? all(0.0f) : load(sums.at + m * sums.ld + v * LANES);
+        each<COLUMNS>([&](auto c) __attribute__((always_inline)) {
+            acc[m][c] = sums.fresh ? fpart{} : read<fpart>(sums.at + m * sums.ld + c * WIDTH);
         });
     });
     const size_t step = b.step;
@@ -148,16 +159,17 @@ __attribute__((noinline)) void tile(const typename F::act* a, size_t lda, const 
         const unit* from[COUNT];
         each<COUNT>([&](auto v) __attribute__((always_inline)) { from[v] = b.at(run, panel + v); });
         for (int k = 0; k < b.units; k++) {
-            ahead.fetch();
+            if (k % FETCH_UNITS == 0) ahead.fetch();
             each<F::STEPS>([&](auto s) __attribute__((always_inline)) {
-                vec column[COUNT];
-                each<COUNT>([&](auto v) __attribute__((always_inline)) {
-                    column[v] = F::template column<decltype(s)::value>(from[v] + k * step);
+                fpart column[COLUMNS];
+                each<COLUMNS>([&](auto c) __attribute__((always_inline)) {
+                    const unit* at = from[c / REGISTERS] + k * step + c % REGISTERS * WIDTH;
+                    column[c] = F::template column<decltype(s)::value>(at);
                 });
                 each<ROWS>([&](auto m) __attribute__((always_inline)) {
                     const auto* x = a + m * lda + (k * F::STEPS + s) * F::ACTS;
-                    each<COUNT>([&](auto v) __attribute__((always_inline)) {
-                        acc[m][v] = F::madd(acc[m][v], x, column[v]);
+                    each<COLUMNS>([&](auto c) __attribute__((always_inline)) {
+                        acc[m][c] = F::madd(acc[m][c], x, column[c]);
                     });
                 });
             });
@@ -165,7 +177,9 @@ __attribute__((noinline)) void tile(const typename F::act* a, size_t lda, const 
         a += (size_t)b.units * F::PACK;
     }
     each<ROWS>([&](auto m) __attribute__((always_inline)) {
-        each<COUNT>([&](auto v) __attribute__((always_inline)) { store(sums.at + m * sums.ld + v * LANES, acc[m][v]); });
+        each<COLUMNS>([&](auto c) __attribute__((always_inline)) {
+            std::memcpy(sums.at + m * sums.ld + c * WIDTH, &acc[m][c], sizeof(fpart));
+        });
     });
 }
 
@@ -178,13 +192,14 @@ INLINE void with_count(int count, Call&& f) {
     f(std::integral_constant<int, MAX>());
 }
 
-// The same for any number of rows and panels, in tiles of at most `tallest` rows. Few rows take more panels at a time, and
-// so have enough chains to keep the multipliers busy.
+// The same for any number of rows and panels, in tiles. Few rows take more panels at a time, and so have enough chains to
+// keep the multipliers busy.
 template <class F>
-void multiply(const typename F::act* a, size_t lda, int rows, const Panels& b, int count, const Sums& sums, int tallest,
+void multiply(const typename F::act* a, size_t lda, int rows, const Panels& b, int count, const Sums& sums,
               const Ahead& ahead = {}) {
-    const int wide = std::clamp(SUMS / std::min(rows, tallest), 1, std::min(PANELS, count));
-    const int tall = std::min(SUMS / wide, tallest), blocks = (rows + tall - 1) / tall;
+    int wide = std::clamp(SUMS<F> / std::min(rows, TALLEST<F>), 1, std::min(WIDEST<F>, count));
+    if (count % wide && count % (wide + 1) == 0 && SUMS<F> % (wide + 1) == 0) wide++;  // so that none is left over
+    const int tall = std::min(SUMS<F> / wide, TALLEST<F>), blocks = (rows + tall - 1) / tall;
     const int tiles = blocks * ((count + wide - 1) / wide);
     int number = 0;
     for (int v = 0; v < count; v += wide) {
@@ -194,9 +209,9 @@ void multiply(const typename F::act* a, size_t lda, int rows, const Panels& b, i
             // the first tile waits for memory itself
             const Ahead mine = number ? ahead.part(number - 1, tiles - 1, b.runs * b.units) : Ahead();
             const Sums to = {sums.at + row * sums.ld + v * LANES, sums.ld, sums.fresh};
-            with_count<PANELS>(std::min(wide, count - v), [&](auto nv) {
-                with_count<TALLEST>(height, [&](auto mr) {
-                    if constexpr (fits(mr, nv)) tile<F, mr, nv>(a + row * lda, lda, b, v, to, mine);
+            with_count<WIDEST<F>>(std::min(wide, count - v), [&](auto nv) {
+                with_count<TALLEST<F>>(height, [&](auto mr) {
+                    if constexpr (mr * nv <= SUMS<F>) tile<F, mr, nv>(a + row * lda, lda, b, v, to, mine);
                 });
             });
             row += height;
@@ -213,7 +228,10 @@ inline void unpack(const Panels& b, int count, unit* to) {
             const unit* from = b.at(run, v);
             for (int k = 0; k < b.units; k++, from += b.step) {
                 each<F::STEPS>([&](auto s) __attribute__((always_inline)) {
-                    ::store((float*)to, F::template column<decltype(s)::value>(from));
+                    each<REGISTERS>([&](auto i) __attribute__((always_inline)) {
+                        const fpart numbers = F::template column<decltype(s)::value>(from + i * WIDTH);
+                        std::memcpy(to + i * WIDTH, &numbers, sizeof(numbers));
+                    });
                     to += LANES;
                 });
             }

@@ -34,7 +34,7 @@ struct Workspace {
 // the group at `next` (or null), which is what this thread most likely multiplies next.
 template <class F, class Emit>
 inline void group(const Matrix<F>& w, int first, int count, const unit* next, const typename F::act* a, int m,
-                  int tallest, Workspace& space, Emit&& emit) {
+                  Workspace& space, Emit&& emit) {
     using Operand = typename F::Operand;
     const size_t apart = (size_t)w.units() * LANES;
     const int block_units = BLOCK_UNITS / F::STEPS, ld = count * LANES;
@@ -44,7 +44,7 @@ inline void group(const Matrix<F>& w, int first, int count, const unit* next, co
     int number = 0;
     for (int row = 0; row < m; row += BLOCK_ROWS) {
         const int rows = std::min(BLOCK_ROWS, m - row);
-        const bool unpacks = !std::is_same_v<F, Operand> && rows > tallest;
+        const bool unpacks = rows >= UNPACK_ROWS<F>;
         for (int from = 0; from < w.units(); from += block_units) {
             const int units = std::min(block_units, w.units() - from);
             const unit* stored = w.panel(first) + (size_t)from * LANES;
@@ -57,9 +57,9 @@ inline void group(const Matrix<F>& w, int first, int count, const unit* next, co
                 const unit* operand = space.operand;
                 const int wide = units * F::STEPS;
                 multiply<Operand>(acts, w.k, rows, {&operand, 0, 0, (size_t)wide * LANES, LANES, 1, wide}, count, sums,
-                                  tallest, mine);
+                                  mine);
             } else {
-                multiply<F>(acts, w.k, rows, panels, count, sums, tallest, mine);
+                multiply<F>(acts, w.k, rows, panels, count, sums, mine);
             }
             number++;
         }
@@ -72,10 +72,10 @@ inline int panel_tasks(int panels, int group) { return (panels + group - 1) / gr
 
 // The rows against the panels of one task; `emit` as above.
 template <class F, class Emit>
-inline void task_of(const Matrix<F>& w, int task, int panels, int threads, const typename F::act* a, int m, int tallest,
+inline void task_of(const Matrix<F>& w, int task, int panels, int threads, const typename F::act* a, int m,
                     Workspace& space, Emit&& emit) {
     const int first = task * panels, count = std::min(panels, w.panel_count() - first);
     const int after = (task + threads) * panels;  // tasks are claimed in turn
     const unit* next = after + count <= w.panel_count() ? w.panel(after) : nullptr;
-    group<F>(w, first, count, next, a, m, tallest, space, emit);
+    group<F>(w, first, count, next, a, m, space, emit);
 }

@@ -68,7 +68,8 @@ INLINE vec load(const float* from) { LANEWISE(vec, read<fpart>(from + i * WIDTH)
 INLINE ivec load(const int32_t* from) { LANEWISE(ivec, read<ipart>(from + i * WIDTH)); }
 INLINE void store(float* to, const vec& x) { std::memcpy(to, &x, sizeof(x)); }
 INLINE void store(int32_t* to, const ivec& x) { std::memcpy(to, &x, sizeof(x)); }
-INLINE vec all(float x) { LANEWISE(vec, x - fpart{}); }  // x + 0 would not be x where x is -0
+INLINE fpart all_part(float x) { return x - fpart{}; }  // x + 0 would not be x where x is -0
+INLINE vec all(float x) { LANEWISE(vec, all_part(x)); }
 INLINE ivec all(int32_t x) { LANEWISE(ivec, x + ipart{}); }
 
 INLINE vec operator+(const vec& a, const vec& b) { LANEWISE(vec, a.p[i] + b.p[i]); }

@@ -186,7 +186,7 @@ class Model : public Runner {
         constexpr int panels = 3;
         const Matrix<F> w = matrix(packed);
         team_.stage(stage++, panel_tasks(w.panel_count(), panels), [&](int task) {
-            task_of(w, task, panels, team_.size(), a, rows, TALLEST, spaces_[thread], [&](int row, int first, int count,
+            task_of(w, task, panels, team_.size(), a, rows, spaces_[thread], [&](int row, int first, int count,
                                                                                          const float* sums) {
                 for (int v = 0; v < count; v++) {
                     const int column = (first + v) * LANES;
@@ -202,7 +202,7 @@ class Model : public Runner {
         const Matrix<F> w = matrix(packed);
         const size_t width = w.n / 2;
         team_.stage(stage++, panel_tasks(w.panel_count(), panels), [&](int task) {
-            task_of(w, task, panels, team_.size(), normed_.data(), rows, std::min(6, TALLEST), spaces_[thread],
+            task_of(w, task, panels, team_.size(), normed_.data(), rows, spaces_[thread],
                     [&](int row, int first, int count, const float* sums) {
                         for (int v = 0; v < count; v += 2) {
                             const vec g = load(sums + v * LANES) + w.bias_at((first + v) * LANES);
