@@ -1,22 +1,15 @@
 """A model's fast tokenizer, which keeps a user's text and a template's text apart. Imports `tokenizers`."""
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers.models import WordLevel
+from tokenizers.normalizers import Normalizer
 
-from wsbatch.text.detokenize import (
-    BYTE,
-    PLAIN,
-    SILENT,
-    ByteDetokenizer,
-    Detokenizer,
-    WindowDetokenizer,
-    continuing,
-)
+from wsbatch.text.detokenize import Detokenizer, continuing
 from wsbatch.text.tokenizer_files import TokenizerFiles
+from wsbatch.text.vocabulary import Vocabulary
 
 
 class Found(NamedTuple):
@@ -51,42 +44,18 @@ class Tokenizer:
         self._spelling = _load(files)
         self._spelling.encode_special_tokens = True  # whatever the name says: literals of special tokens are spelled
         self._marking = _load(files)
-        vocabulary = self._spelling.get_vocab()
+        tokens = self._spelling.get_vocab()
         special = {id_: token for id_, token in self._spelling.get_added_tokens_decoder().items() if token.special}
         eos_token = files.names.get("eos_token")
-        self.eos_token_ids = files.eos_token_ids | {id_ for token, id_ in vocabulary.items() if token == eos_token}
+        self.eos_token_ids = files.eos_token_ids | {id_ for token, id_ in tokens.items() if token == eos_token}
         self.edges = frozenset(edge for token in special.values() for edge in (token.content[0], token.content[-1]))
         # What no user's text may become. An unknown word is the unknown token, and may be.
-        self._control = frozenset(special) - (_unknown_ids(files.pipeline["model"], vocabulary) - self.eos_token_ids)
-
-        # Finds literals exactly as the tokenizer does (longest first, with its flags), and does nothing else.
-        self._scanner = tokenizers.Tokenizer(WordLevel({"": 0}, unk_token=""))
-        if self._spelling.normalizer is not None:
-            self._scanner.normalizer = self._spelling.normalizer
-        self._scanner.add_special_tokens(list(special.values()))
+        self._control = frozenset(special) - (_unknown_ids(files.pipeline["model"], tokens) - self.eos_token_ids)
+        self._scanner = _scanner(special.values(), self._spelling.normalizer)
         self._found_ids = {self._scanner.token_to_id(token.content): id_ for id_, token in special.items()}
-
-        probe = self._spelling.encode("a")
-        own = [index for index, added in enumerate(probe.special_tokens_mask) if not added] or [len(probe.ids)]
-        self._before, self._after = probe.ids[: own[0]], probe.ids[own[-1] + 1 :]
-
-        # Both kinds of detokenizer work from a table over the ids; special tokens and gaps have no text.
-        size = max(vocabulary.values(), default=-1) + 1
-        stages = list(_stages(files.pipeline.get("decoder")))
-        self._pieces = [b""] * size if stages == ["ByteLevel"] else None
-        kinds = bytearray([SILENT]) * size
-        self._joins_bytes = "ByteLevel" in stages
-        longest = 1
-        for token, id_ in vocabulary.items():
-            piece = _piece(token) if self._pieces is not None else token.encode()
-            longest = max(longest, len(piece))
-            if id_ in special or not token:
-                continue
-            kinds[id_] = BYTE if "ByteFallback" in stages and _is_byte(token) else PLAIN
-            if self._pieces is not None:
-                self._pieces[id_] = piece
-        self._kinds = bytes(kinds)
-        self.max_token_bytes = longest
+        self._before, self._after = _affixes(self._spelling)
+        self._vocabulary = Vocabulary(tokens, frozenset(special), files.pipeline.get("decoder"))
+        self.max_token_bytes = self._vocabulary.max_token_bytes
 
     def spell(self, text: str) -> list[int]:
         """A user's text as ids, none of them a special token (but the unknown token, for an unknown word)."""
@@ -131,12 +100,8 @@ class Tokenizer:
 
     def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
         """For one output, which continues these ids."""
-        detokenizer: Detokenizer
-        if self._pieces is not None:
-            detokenizer = ByteDetokenizer(self._pieces)
-        else:
-            detokenizer = WindowDetokenizer(self.decode, self._kinds, hold_replacement=self._joins_bytes)
-        return continuing(detokenizer, prompt_ids, kinds=self._kinds, decode=self.decode)
+        detokenizer = self._vocabulary.detokenizer(self.decode)
+        return continuing(detokenizer, prompt_ids, kinds=self._vocabulary.kinds, decode=self.decode)
 
     def _respell(self, text: str) -> list[int]:
         """`spell`, with what would be a special token spelled by characters, and left out where one is that token."""
@@ -175,38 +140,17 @@ def _unknown_ids(model: dict[str, Any], vocabulary: dict[str, int]) -> set[int]:
     return {id_ for id_ in ids if id_ is not None}
 
 
-def _stages(decoder: dict[str, Any] | None) -> Iterator[str]:
-    """The types of decoder that ids go through; a sequence is flattened."""
-    if decoder is None:
-        return
-    if decoder["type"] == "Sequence":
-        for stage in decoder["decoders"]:
-            yield from _stages(stage)
-    else:
-        yield decoder["type"]
+def _scanner(special: Iterable[tokenizers.AddedToken], normalizer: Normalizer | None) -> tokenizers.Tokenizer:
+    """Finds literals exactly as the tokenizer does (longest first, with its flags), and does nothing else."""
+    scanner = tokenizers.Tokenizer(WordLevel({"": 0}, unk_token=""))
+    if normalizer is not None:
+        scanner.normalizer = normalizer
+    scanner.add_special_tokens(list(special))
+    return scanner
 
 
-def _is_byte(token: str) -> bool:
-    return re.fullmatch("<0x[0-9A-Fa-f]{2}>", token) is not None
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The characters that stand for the 256 bytes in a byte-level vocabulary.
-
-    Printable bytes stand for themselves, the others for the characters from U+0100 on, in order (Radford et al. 2019,
-    GPT-2's encoder).
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
-
-
-_BYTES = _byte_alphabet()
-
-
-def _piece(token: str) -> bytes:
-    """A token of a byte-level vocabulary as bytes; an added token with other characters is its own UTF-8."""
-    try:
-        return bytes(map(_BYTES.__getitem__, token))
-    except KeyError:
-        return token.encode()
+def _affixes(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """The special tokens that it puts before and after every text."""
+    probe = tokenizer.encode("a")
+    own = [index for index, added in enumerate(probe.special_tokens_mask) if not added] or [len(probe.ids)]
+    return probe.ids[: own[0]], probe.ids[own[-1] + 1 :]
