@@ -1,74 +1,17 @@
 """Configuration: frozen dataclasses, validated once. A bad value is a ValueError naming field, value and bound.
 
-Each field carries its help text and bounds as metadata: the validator, the command line's flags and the table in
-docs/operations.md are all made from it, so a setting is described in one place.
+Each field carries its help text and bounds: the validator, the command line's flags and the table in
+docs/operations.md are all made from them, so a setting is described in one place.
 """
 
-import math
-from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
-from typing import Any, Literal, cast
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from wsbatch.auth import clean_origins, clean_token
+from wsbatch.settings import Settings, setting
 
 SchedulerName = Literal["dynamic", "continuous"]
 WaitAnchor = Literal["oldest", "idle", "last"]
-
-
-def setting(
-    default: Any,
-    help: str,
-    *,
-    least: float | None = None,
-    most: float | None = None,
-    choices: tuple[str, ...] | None = None,
-    secret: bool = False,
-    several: bool = False,
-) -> Any:
-    """A dataclass field with its description and inclusive bounds. A None default means the field may be None.
-
-    `secret` keeps it out of what is printed; `several` is of text that is a list: parts separated by commas.
-    """
-    metadata = {"help": help, "least": least, "most": most, "choices": choices, "several": several}
-    return field(default=default, metadata=metadata, kw_only=True, repr=not secret)
-
-
-def _check_field(owner: object, spec: Field[Any]) -> None:
-    meta: Mapping[str, Any] = spec.metadata
-    value = getattr(owner, spec.name)
-    name = f"{type(owner).__name__}.{spec.name}"
-    if value is None:
-        if spec.default is not None:
-            raise ValueError(f"{name} must not be None")
-        return
-    if isinstance(spec.default, tuple) and not isinstance(value, tuple):
-        raise ValueError(f"{name} is {value!r}: must be a tuple")
-    if not (parts := value.split(",") if meta["several"] else value if isinstance(value, tuple) else (value,)):
-        return
-    if any(isinstance(part, str) and not part.strip() for part in parts):
-        raise ValueError(f"{name} is empty, or has an empty part: give it a value, or leave it out")
-    if meta["choices"] is not None and value not in meta["choices"]:
-        raise ValueError(f"{name} is {value!r}: must be one of {', '.join(meta['choices'])}")
-    for number in value if isinstance(value, tuple) else (value,):
-        if meta["least"] is None and meta["most"] is None:
-            continue
-        if isinstance(number, bool) or not isinstance(number, int | float) or math.isnan(number):
-            raise ValueError(f"{name} is {value!r}: must be a number")
-        if isinstance(spec.default, int) and not isinstance(number, int):
-            raise ValueError(f"{name} is {value!r}: must be a whole number")
-        if meta["least"] is not None and number < meta["least"]:
-            raise ValueError(f"{name} is {value!r}: must be at least {meta['least']}")
-        if meta["most"] is not None and number > meta["most"]:
-            raise ValueError(f"{name} is {value!r}: must be at most {meta['most']}")
-
-
-class Settings:
-    """Base of the configuration classes: checks every field when the object is made."""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError naming the first field that is out of its bounds."""
-        for spec in fields(cast(Any, self)):
-            _check_field(self, spec)
 
 
 @dataclass(frozen=True)
@@ -97,7 +40,7 @@ class EngineConfig(Settings):
     scheduler: SchedulerName = setting(
         "continuous",
         "dynamic: padded batches run to completion; continuous: rows join and leave at every step",
-        choices=("dynamic", "continuous"),
+        choices=get_args(SchedulerName),
     )
     max_batch_size: int = setting(32, "rows in a batch at most", least=1, most=4096)
     max_wait_ms: float = setting(
@@ -107,7 +50,7 @@ class EngineConfig(Settings):
         "oldest",
         "dynamic: where the wait's clock starts: the oldest request's arrival, the moment the model fell idle, "
         "or the last arrival (bounded by max_wait_ms from the oldest)",
-        choices=("oldest", "idle", "last"),
+        choices=get_args(WaitAnchor),
     )
     debounce_ms: float = setting(2.0, "dynamic, anchor `last`: the lull that ends the wait", least=0, most=60_000)
     length_buckets: tuple[int, ...] = setting(

@@ -105,7 +105,7 @@ def forbid(logits: Tensor, rows: list[Forbidding], positions: list[int]) -> Any:
 
 @pytest.fixture
 def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the list in docs/extending.md does to `messages.py`, `wire/generate.py` and `model/sampling.py`."""
+    """What the list in docs/extending.md does to `messages/request.py`, `wire/generate.py` and `model/sampling.py`."""
     readers = generate.sampling_readers
 
     def with_forbidden(limits: WireLimits) -> dict[str, Reader]:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from wsbatch.config import EngineConfig, PoolConfig, ServerConfig, Settings
+from wsbatch.config import EngineConfig, PoolConfig, ServerConfig
 from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.server.metrics import Joined, ServerMetrics
+from wsbatch.settings import Settings
 
 ROOT = Path(__file__).parent.parent.parent
 DOCUMENT = ROOT / "docs" / "operations.md"

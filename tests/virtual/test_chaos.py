@@ -373,49 +373,78 @@ def judge(visitor: Visitor, scenario: Scenario, step_ends: set[float]) -> None:
     """Everything that was read is as promised; and all of it was, where the visitor stayed to the end."""
     if not visitor.frames:
         return
-    prompt = visitor.visit.blind is None
-    live: dict[Any, list[int]] = {}
-    texts: dict[Any, str] = {}
-    ended: set[Any] = set()
+    told = Told(visitor, scenario, step_ends)
     assert isinstance(visitor.frames[0][1], Hello)
     for at_s, frame in visitor.frames[1:]:
+        told.hear(at_s, frame)
+    told.check_rest()
+    if visitor.stays and told.prompt:
+        told.check_close()
+
+
+class Told:
+    """What one visitor was told of its requests, frame by frame, each held to the protocol."""
+
+    def __init__(self, visitor: Visitor, scenario: Scenario, step_ends: set[float]) -> None:
+        self.visitor = visitor
+        self.scenario = scenario
+        self.step_ends = step_ends
+        self.prompt = visitor.visit.blind is None
+        self.live: dict[Any, list[int]] = {}
+        self.texts: dict[Any, str] = {}
+        self.ended: set[Any] = set()
+
+    def hear(self, at_s: float, frame: Any) -> None:
         match frame:
             case Accepted(id=id):
-                assert id in visitor.sent
-                assert id not in live
-                assert id not in ended
-                live[id], texts[id] = list(visitor.sent[id].resumed_ids), ""
-            case Tokens(id=id):
-                assert frame.index == len(live[id])
-                live[id] += frame.token_ids
-                texts[id] += frame.text
-                if prompt:
-                    assert at_s in step_ends
-                    assert len(frame.token_ids) == 1
+                assert id in self.visitor.sent
+                assert id not in self.live
+                assert id not in self.ended
+                self.live[id], self.texts[id] = list(self.visitor.sent[id].resumed_ids), ""
+            case Tokens():
+                self._tokens(at_s, frame)
             case Finished(id=id):
-                ids = live.pop(id)
-                check_finished(visitor.sent[id], ids, texts[id], frame, scenario)
-                ended.add(id)
+                check_finished(self.visitor.sent[id], self.live.pop(id), self.texts[id], frame, self.scenario)
+                self.ended.add(id)
             case Failed(id=id):
-                assert id in visitor.sent
-                assert id not in ended
-                check_failed(visitor.sent[id], id in live, frame, scenario, prompt=prompt)
-                ids = live.pop(id, [])
-                assert tuple(ids) == undisturbed(visitor.sent[id].request)[0][: len(ids)]
-                ended.add(id)
+                self._failed(id, frame)
             case DrainingNotice():
-                assert scenario.drain is not None
+                assert self.scenario.drain is not None
             case other:
                 assert isinstance(other, Pong)
-    for id, ids in live.items():
-        assert tuple(ids) == undisturbed(visitor.sent[id].request)[0][: len(ids)]
-    if visitor.stays and prompt:
-        assert visitor.closed is not None
-        assert visitor.closed.code == 1001 if scenario.drain and visitor.closed.code != 1000 else 1000
+
+    def _tokens(self, at_s: float, frame: Tokens) -> None:
+        assert frame.index == len(self.live[frame.id])
+        self.live[frame.id] += frame.token_ids
+        self.texts[frame.id] += frame.text
+        if self.prompt:
+            assert at_s in self.step_ends
+            assert len(frame.token_ids) == 1
+
+    def _failed(self, id: Any, frame: Failed) -> None:
+        assert id in self.visitor.sent
+        assert id not in self.ended
+        check_failed(self.visitor.sent[id], id in self.live, frame, self.scenario, prompt=self.prompt)
+        self._check_beginning(id, self.live.pop(id, []))
+        self.ended.add(id)
+
+    def check_rest(self) -> None:
+        """Of those without an ending."""
+        for id, ids in self.live.items():
+            self._check_beginning(id, ids)
+
+    def check_close(self) -> None:
+        """Of the connection of a visitor that read all."""
+        closed = self.visitor.closed
+        assert closed is not None
+        assert closed.code == 1001 if self.scenario.drain and closed.code != 1000 else 1000
         # A drained server may have closed before it read the last of them; then it took none of those.
-        assert not live
-        if visitor.closed.code == 1000:
-            assert ended == set(visitor.sent)
+        assert not self.live
+        if closed.code == 1000:
+            assert self.ended == set(self.visitor.sent)
+
+    def _check_beginning(self, id: Any, ids: list[int]) -> None:
+        assert tuple(ids) == undisturbed(self.visitor.sent[id].request)[0][: len(ids)]
 
 
 def check_finished(ask: Ask, streamed: list[int], text: str, frame: Finished, scenario: Scenario) -> None:

@@ -1,23 +1,19 @@
 """Sans-IO: the bytes and text of WebSocket messages ↔ `wsbatch.messages`. No sockets, no clock.
 
-Two subprotocols carry the same maps: msgpack in binary messages, JSON in text messages. What a client sends is checked
-in three rounds: its size, what it holds (`tally`, before anything is built), its fields (`frames`).
+Two subprotocols carry the same maps: msgpack in binary messages (`msgpack_codec`), JSON in text messages
+(`json_codec`). What a client sends is checked in three rounds: its size, what it holds (`tally`, before anything is
+built), its fields (`frames`).
 """
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
-
-import msgpack  # type: ignore[import-untyped]
 
 from wsbatch.errors import BadRequest, RequestError, TooLarge, WsbatchError
 from wsbatch.messages import ClientMessage, RequestId, ServerMessage
 from wsbatch.wire.fields import WireLimits, shown
-from wsbatch.wire.frames import GLANCED, ClientFrames, LongArray, client_frame, read_server_frame, server_frame
-from wsbatch.wire.json_walk import JsonWalk, Malformed, load_json
-from wsbatch.wire.msgpack_walk import Incomplete, MsgpackWalk, Unknown
-from wsbatch.wire.tally import Pairs, Tally
+from wsbatch.wire.frames import ClientFrames, LongArray, client_frame, read_server_frame, server_frame
+from wsbatch.wire.tally import Pairs
 
 PROTOCOL_VERSION = 1
 
@@ -74,7 +70,7 @@ class Codec(ABC):
         Text may come as a string or as `Text`.
         """
         self._check_kind(data)
-        packed = _encoded(data)
+        packed = encoded(data)
         if len(packed) > self.limits.max_message_bytes:
             error = TooLarge(f"a message may have {self.limits.max_message_bytes} bytes, got {len(packed)}")
             raise DecodeError(error, fatal=True)
@@ -97,7 +93,7 @@ class Codec(ABC):
             frame = self._skim(data) if len(data) <= self._glance_bytes else {}
             if frame.get("type") == "generate":
                 return self._frames.read_glance(frame)
-        except (ValueError, RecursionError, msgpack.UnpackException, RequestError, DecodeError):
+        except (ValueError, RecursionError, RequestError, DecodeError):
             pass
         return None
 
@@ -150,7 +146,10 @@ class Codec(ABC):
 
     @abstractmethod
     def _skim(self, data: Message) -> dict[object, object]:
-        """The `type`, `id` and `priority` of a frame, and perhaps others of its fields, without checking any."""
+        """The `type`, `id` and `priority` of a frame, and perhaps others of its fields, without checking any.
+
+        Raises ValueError, RecursionError, DecodeError.
+        """
 
     @abstractmethod
     def _check_kind(self, data: Message) -> None:
@@ -174,180 +173,37 @@ class Codec(ABC):
         return found
 
 
-class MsgpackCodec(Codec):
-    """One msgpack map in each binary message."""
-
-    subprotocol = "wsbatch.v1.msgpack"
-    _glance_bytes = 2**20
-
-    # One packer for all frames: a new one would allocate its buffer each time.
-    _packer = msgpack.Packer()
-
-    def _pack(self, value: object) -> bytes:
-        packed: bytes = self._packer.pack(value)
-        return packed
-
-    def _skim(self, data: Message) -> dict[object, object]:
-        if isinstance(data, str | Text):
-            return {}
-        # The bounds are on what is built: keys and three values. What is skipped is walked over.
-        unpacker = msgpack.Unpacker(
-            max_buffer_size=len(data),
-            max_str_len=self.limits.max_id_bytes,
-            max_bin_len=0,
-            max_array_len=0,
-            max_map_len=0,
-            max_ext_len=0,
-        )
-        unpacker.feed(data)
-        frame = {}
-        count = unpacker.read_map_header()
-        for _ in range(count):
-            key = unpacker.unpack()
-            frame[key] = unpacker.unpack() if key in GLANCED else unpacker.skip()
-        return frame if len(frame) == count and unpacker.tell() == len(data) else {}
-
-    def _parts(self, frame: Mapping[str, object]) -> Iterator[bytes]:
-        yield self._packer.pack_map_header(len(frame))
-        for key, value in frame.items():
-            yield self._pack(key)
-            if isinstance(value, LongArray):
-                yield self._packer.pack_array_header(len(value))
-                for part in value.slices():
-                    yield self._pack(part)[len(self._packer.pack_array_header(len(part))) :]
-            else:
-                yield self._pack(value)
-
-    def _check_kind(self, data: Message) -> None:
-        if isinstance(data, str | Text):
-            raise _not_spoken(f"{self.subprotocol} is spoken in binary messages, got a text message")
-
-    def _load(self, data: bytes | bytearray, **hooks: Any) -> object:
-        try:
-            # Bytes that are not UTF-8 become lone surrogates, which the string readers refuse by field.
-            return msgpack.unpackb(data, strict_map_key=False, unicode_errors="surrogateescape", **hooks)
-        except msgpack.StackError:
-            raise _refused("the message is nested too deeply") from None
-        except msgpack.OutOfData:
-            raise _not_spoken("the message is not msgpack: it is incomplete") from None
-        except msgpack.FormatError:
-            raise _not_spoken("the message is not msgpack: it has a byte that begins no value") from None
-        except msgpack.ExtraData:
-            raise _not_spoken("the message is not msgpack: it goes on after its end") from None
-        except (ValueError, TypeError, OverflowError) as exc:  # a timestamp, say, of a length that none has
-            raise _refused(f"the message holds a value that cannot be read: {exc}") from None
-
-    def _walk(self, data: bytes | bytearray, pairs: Pairs) -> Generator[None, None, object]:
-        walk = MsgpackWalk(data, Tally(self.limits))
-        try:
-            yield from walk.run()
-        except Incomplete:
-            raise _not_spoken("the message is not msgpack: it is incomplete") from None
-        except Unknown:
-            raise _not_spoken("the message is not msgpack: it has a byte that begins no value") from None
-        except RequestError as exc:
-            raise DecodeError(exc, id=self._valid_id(walk.id())) from None
-        return self._load(walk.rest, object_pairs_hook=pairs.map, ext_hook=walk.extension)
-
-
-class JsonCodec(Codec):
-    """The same maps as JSON, one in each text message."""
-
-    subprotocol = "wsbatch.v1.json"
-    _glance_bytes = 65_536
-
-    _encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-    def _pack(self, value: object) -> str:
-        return self._encoder.encode(value)
-
-    def _skim(self, data: Message) -> dict[object, object]:
-        if not isinstance(data, str | Text):
-            return {}
-        pairs = json.loads(_encoded(data), object_pairs_hook=tuple)
-        if type(pairs) is not tuple:
-            return {}
-        frame = dict(pairs)
-        return frame if len(frame) == len(pairs) else {}
-
-    def _parts(self, frame: Mapping[str, object]) -> Iterator[str]:
-        before = "{"
-        for key, value in frame.items():
-            yield f"{before}{self._pack(key)}:"
-            before = ","
-            if isinstance(value, LongArray):
-                opening = "["
-                for part in value.slices():
-                    yield f"{opening}{self._pack(part)[1:-1]}"
-                    opening = ","
-                yield "]"
-            else:
-                yield self._pack(value)
-        yield "}"
-
-    def _check_kind(self, data: Message) -> None:
-        if not isinstance(data, str | Text):
-            raise _not_spoken(f"{self.subprotocol} is spoken in text messages, got a binary message")
-
-    def _load(self, data: Message) -> object:
-        return self._loaded(data if isinstance(data, str) else data.decode(), dict)
-
-    def _walk(self, data: bytes | bytearray, pairs: Pairs) -> Generator[None, None, object]:
-        walk = JsonWalk(data, Tally(self.limits))
-        try:
-            yield from walk.run()
-            text = walk.rest.decode()
-        except (Malformed, UnicodeDecodeError) as exc:
-            raise _not_spoken(f"the message is not JSON: {exc}") from None
-        except RequestError as exc:
-            raise DecodeError(exc, id=self._valid_id(walk.id())) from None
-        return self._loaded(text, lambda: {"object_pairs_hook": pairs.map, "parse_constant": walk.constants()})
-
-    def _loaded(self, text: str, hooks: Callable[[], dict[str, Any]]) -> object:
-        try:
-            return load_json(text, hooks)
-        except RecursionError:
-            raise _refused("the message is nested too deeply") from None
-        except ValueError as exc:
-            raise _not_spoken(f"the message is not JSON: {exc}") from None
-
-
 class Text(bytearray):
     """The UTF-8 of a text message, not yet decoded."""
 
     __slots__ = ()
 
 
-def _encoded(data: bytes | bytearray | str) -> bytes | bytearray:
+def encoded(data: Message) -> bytes | bytearray:
+    """The message in bytes. Raises DecodeError where it is not valid Unicode."""
     if not isinstance(data, str):
         return data
     try:
         return data.encode()
     except UnicodeEncodeError as exc:
-        raise _not_spoken(f"the message is not valid Unicode: {exc.reason}") from None
+        raise not_spoken(f"the message is not valid Unicode: {exc.reason}") from None
+
+
+def refused(message: str) -> DecodeError:
+    """The error of a message whose content is wrong; the connection goes on."""
+    return DecodeError(BadRequest(message))
+
+
+def not_spoken(message: str) -> DecodeError:
+    """The error of a message that is not in the subprotocol's syntax at all."""
+    return DecodeError(BadRequest(message), fatal=True)
 
 
 def _frame(value: object) -> dict[str, object]:
     if type(value) is not dict:
-        raise _refused(f"a frame must be a map, got {shown(value)}")
+        raise refused(f"a frame must be a map, got {shown(value)}")
     return value
-
-
-def _refused(message: str) -> DecodeError:
-    return DecodeError(BadRequest(message))
 
 
 def _joined(parts: Sequence[bytes | str]) -> bytes | str:
     return parts[0] if len(parts) == 1 else parts[0][:0].join(parts)  # type: ignore[arg-type]  # all bytes, or all str
-
-
-def _not_spoken(message: str) -> DecodeError:
-    return DecodeError(BadRequest(message), fatal=True)
-
-
-MSGPACK = MsgpackCodec()
-JSON = JsonCodec()
-
-# By preference: the first is used where a client offers none.
-CODECS: dict[str, type[Codec]] = {codec.subprotocol: codec for codec in (MsgpackCodec, JsonCodec)}
-SUBPROTOCOLS = tuple(CODECS)

@@ -68,7 +68,14 @@ _SLICE_IDS = 4096
 GLANCED = ("type", "id", "priority")
 """The fields that tell how to refuse a `generate`."""
 
-_CLIENT_TYPES = "generate, cancel, ping, get_status, watch, unwatch"
+_CLIENT_TYPES: dict[type[ClientMessage], str] = {
+    GenerateRequest: "generate",
+    Cancel: "cancel",
+    Ping: "ping",
+    GetStatus: "get_status",
+    Watch: "watch",
+    Unwatch: "unwatch",
+}
 
 
 class ClientFrames:
@@ -99,34 +106,28 @@ class ClientFrames:
         read = self._by_type.get(kind) if isinstance(kind, str) else None
         if read is not None:
             return read(frame)
+        known = ", ".join(self._by_type)
         if kind is None:
-            raise BadRequest(f"type: is required, one of {_CLIENT_TYPES}")
-        raise BadRequest(f"type: must be one of {_CLIENT_TYPES}, got {shown(kind)}")
+            raise BadRequest(f"type: is required, one of {known}")
+        raise BadRequest(f"type: must be one of {known}, got {shown(kind)}")
 
 
 def client_frame(message: ClientMessage) -> dict[str, object]:
     """The map of a client's message; fields that have their default value are left out."""
-    match message:
-        case GenerateRequest():
-            frame: dict[str, object] = {"type": "generate", "id": message.id}
-            for part in (message, message.sampling):
-                for spec in fields(part):
-                    value = getattr(part, spec.name)
-                    if spec.name not in ("id", "sampling") and value != spec.default:
-                        frame[spec.name] = value
-            if message.messages is not None:
-                frame["messages"] = [{"role": turn.role, "content": turn.content} for turn in message.messages]
-            return frame
-        case Cancel():
-            return {"type": "cancel", "id": message.id}
-        case Ping():
-            return {"type": "ping", "nonce": message.nonce}
-        case GetStatus():
-            return {"type": "get_status"}
-        case Watch():
-            return {"type": "watch"}
-        case Unwatch():
-            return {"type": "unwatch"}
+    frame: dict[str, object] = {"type": _CLIENT_TYPES[type(message)]}
+    return frame | (_generate(message) if isinstance(message, GenerateRequest) else _plain(message))
+
+
+def _generate(request: GenerateRequest) -> dict[str, object]:
+    frame: dict[str, object] = {"id": request.id}
+    for part in (request, request.sampling):
+        for spec in fields(part):
+            value = getattr(part, spec.name)
+            if spec.name not in ("id", "sampling") and value != spec.default:
+                frame[spec.name] = value
+    if request.messages is not None:
+        frame["messages"] = [{"role": turn.role, "content": turn.content} for turn in request.messages]
+    return frame
 
 
 _MESSAGE_TYPES: dict[str, type[ServerMessage]] = {
