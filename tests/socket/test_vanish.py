@@ -32,7 +32,7 @@ class Idle:
             "connections": server.metrics.registry.get_sample_value("wsbatch_connections"),
             "running": value("wsbatch_num_requests_running"),
             "waiting": value("wsbatch_num_requests_waiting"),
-            "requests": (len(engine.core._live), len(engine.scheduler.queue)),
+            "requests": (len(engine.core._requests), len(engine.scheduler.queue)),
             "places": (admission.requests, admission.tokens),
             "lines": len(engine.core._admission._fairness._lines),
             "blocks": (pool.used, pool.free + pool.cached),
@@ -62,7 +62,7 @@ async def test_vanishing_clients_leave_a_server_as_it_was() -> None:
         server: Server = await nursery.start(serve, engine, server_config)
         await vanish("127.0.0.1", server.port, "close")  # whatever the first connection makes for good
         await until(lambda: Idle(engine, server).held["connections"] == 0)
-        await until(lambda: not engine.core._live)
+        await until(lambda: not engine.core._requests)
         before = Idle(engine, server).held
         limiter, source = trio.CapacityLimiter(AT_ONCE), random.Random(5)
         with trio.fail_after(60):

@@ -99,10 +99,10 @@ class Driver:
         assert (places.requests, places.lent) == (len(waiting), 0)
         assert places.tokens == sum(len(work.token_ids) for work in waiting)
         lines = {client: line.waiting for client, line in core._admission._fairness._lines.items()}
-        assert lines == Counter(core._live[work.key].client for work in waiting)
+        assert lines == Counter(core._requests._by_key[work.key].client for work in waiting)
         assert {outbox.key for outbox in self.outboxes if outbox.live} == {outbox.key for outbox in core.unfinished}
-        assert set(core._deadlines._at_s) <= {outbox.key for outbox in core.unfinished}
-        assert len(core._deadlines._heap) <= 2 * len(core._deadlines) + 64
+        assert set(core._requests._deadlines._at_s) <= {outbox.key for outbox in core.unfinished}
+        assert len(core._requests._deadlines._heap) <= 2 * len(core._requests._deadlines) + 64
         if isinstance(scheduler, ContinuousScheduler):
             scheduler.check()
             assert scheduler.pool.free + scheduler.pool.cached + scheduler.pool.used == scheduler.pool.total
@@ -168,13 +168,13 @@ def test_every_accepted_request_has_one_ending_and_leaves_nothing_behind(
     elif end == "die":
         driver.core.die(EngineDead("told to"), driver.now_s)
     for _ in range(400):
-        if not driver.core._live and driver.flight is None:
+        if not driver.core._requests._by_key and driver.flight is None:
             break
         driver.turn(0.05)
         driver.step("complete")
     driver.check()
-    assert driver.core._live == {}
-    assert len(driver.core._deadlines) == 0
+    assert driver.core._requests._by_key == {}
+    assert len(driver.core._requests._deadlines) == 0
     driver.check_streams()
 
 
@@ -186,4 +186,4 @@ def test_a_days_deadlines_leave_with_their_requests() -> None:
         driver.step("complete")
         driver.step("complete")
     assert all(isinstance(outbox.terminal, Finished) for outbox in driver.outboxes)
-    assert len(driver.core._deadlines._heap) <= 64
+    assert len(driver.core._requests._deadlines._heap) <= 64

@@ -219,7 +219,7 @@ class Watched(trio.abc.Instrument):
         )
         self._expect(
             all(stream.live or stream.terminal is not None for stream in self.streams)
-            and {id(live.outbox) for live in self._core._live.values()}
+            and {id(live.outbox) for live in self._core._requests._by_key.values()}
             >= {id(stream) for stream in self.streams if stream.live},
             lambda: "a live stream that the engine has forgotten",
         )
@@ -538,10 +538,10 @@ async def play(scenario: Scenario) -> None:
 
 def assert_idle(engine: BatchEngine, server: Server) -> None:
     core, admission = engine.core, engine.core._admission._places
-    assert core._live == {}
+    assert core._requests._by_key == {}
     assert (admission.requests, admission.tokens) == (0, 0)
     assert core._admission._fairness._lines == {}
-    assert len(core._deadlines) == 0
+    assert len(core._requests._deadlines) == 0
     assert (engine.scheduler.running, len(engine.scheduler.queue)) == (0, 0)
     if isinstance(engine.scheduler, ContinuousScheduler):
         pool = engine.scheduler.pool

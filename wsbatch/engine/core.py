@@ -9,20 +9,19 @@ ending, by one of the functions that end requests: `complete` and `abort` (its o
 """
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
-from wsbatch.batching.accounting import RowReport
 from wsbatch.batching.admission import Place
 from wsbatch.batching.fairness import NOBODY, Client
 from wsbatch.batching.queue import Work
-from wsbatch.batching.scheduler import Decision, Idle, Scheduler, Step, StepOutcome, WaitUntil
+from wsbatch.batching.scheduler import Decision, Idle, Scheduler, Step, WaitUntil
 from wsbatch.config import EngineConfig
-from wsbatch.engine.admission import AdmissionControl, Waiting
-from wsbatch.engine.deadlines import Deadlines
+from wsbatch.engine.admission import AdmissionControl
 from wsbatch.engine.health import ModelHealth
 from wsbatch.engine.hold import HoldClock
+from wsbatch.engine.live import LiveRequests
 from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.engine.outbox import Outbox
 from wsbatch.engine.output import Output
@@ -33,13 +32,11 @@ from wsbatch.errors import (
     EngineDead,
     ModelError,
     QueueFull,
-    QueueTimeout,
     RequestError,
     Shed,
-    SlowConsumer,
     StepFailed,
 )
-from wsbatch.messages import DEFAULT_PRIORITY, Accepted, FinishReason, GenerateRequest, RowPhase, Status
+from wsbatch.messages import DEFAULT_PRIORITY, Accepted, GenerateRequest, RowPhase, SamplingParams, Status
 from wsbatch.steps import ModelInfo, StepResult
 from wsbatch.text import TextCodec
 
@@ -78,15 +75,16 @@ class EngineCore:
         self._info = info
         self._codec = codec
         self._admission = AdmissionControl(config, info, scheduler)
-        self._deadlines = Deadlines()
+        self._requests = LiveRequests(
+            scheduler, self._admission, self.metrics, max_unsent_tokens=config.max_unsent_tokens
+        )
         self._hold = HoldClock()
-        self._live: dict[int, LiveRequest] = {}  # accepted, and not yet released by the scheduler; by key
         self._last_key = 0
         self._step_began_s: float | None = None  # of the step in flight
         self._slot_phases: Sequence[tuple[int, RowPhase]] = ()  # its rows, where somebody watches
 
     def __repr__(self) -> str:
-        return f"<EngineCore: {len(self._live)} live requests, {self.scheduler!r}, {self._admission!r}>"
+        return f"<EngineCore: {len(self._requests)} live requests, {self.scheduler!r}, {self._admission!r}>"
 
     # Admission
 
@@ -127,7 +125,7 @@ class EngineCore:
 
     def reserve(self, request: GenerateRequest, client: Client) -> Place:
         """A place to tokenize the request in. Raises QueueFull where there is none, whoever might give way."""
-        return self._admission.reserve(request, client, self._waiting())
+        return self._admission.reserve(request, client, self._requests.waiting())
 
     def queue_deadline_s(self, request: GenerateRequest, arrived_s: float) -> float:
         """When a request has waited too long, from its arrival on, for its tokens and in the queue."""
@@ -149,16 +147,13 @@ class EngineCore:
         request = outbox.request
         self._check_open()  # once more: tokenizing may have taken long
         token_ids = (*prompt_ids, *request.resume_token_ids)
-        victims = self._admission.requests_to_shed(request, client, len(token_ids), place, self._waiting())
-        ends = frozenset(request.sampling.stop_token_ids)
-        if not request.sampling.ignore_eos:
-            ends |= self._info.eos_token_ids
-        output = Output(request, prompt_ids, codec=self._codec, end_ids=ends)
+        victims = self._admission.requests_to_shed(request, client, len(token_ids), place, self._requests.waiting())
+        output = Output(request, prompt_ids, codec=self._codec, end_ids=self._end_ids(request.sampling))
         # From here on nothing fails.
         for victim in victims:
             retry_after_ms = self._admission.reserve_retry_ms(now_s)
             shed = Shed("dropped from the queue for a more urgent request", retry_after_ms=retry_after_ms)
-            self._fail([victim.key], shed, now_s)
+            self._requests.fail([victim.key], shed, now_s)
         place.fill(len(token_ids))
         self._last_key += 1
         sampling = request.sampling
@@ -172,23 +167,15 @@ class EngineCore:
             arrived_s=arrived_s,
             turn_s=self._admission.turn_s(client, arrived_s),
         )
-        live = LiveRequest(
-            outbox,
-            work=work,
-            output=output,
-            place=place,
-            client=client,
-            held_before_s=self._hold.reading_s(now_s),
-        )
+        held_s = self._hold.reading_s(now_s)
+        live = LiveRequest(outbox, work=work, output=output, place=place, client=client, held_before_s=held_s)
         outbox.key = work.key
-        self._live[work.key] = live
         outbox.accept(Accepted(request.id, len(prompt_ids), len(self.scheduler.queue), seed))
         self.metrics.prompt_tokens.inc(len(prompt_ids))
-        self._deadlines.set(work.key, self.queue_deadline_s(request, arrived_s))
-        self.scheduler.add(work)
-        self._changed()
+        self._requests.add(live, self.queue_deadline_s(request, arrived_s))
         if output.complete is not None:
-            self._finish(live, output.complete, now_s)
+            self._requests.finish(live, output.complete, now_s)
+        self._changed()
 
     # Steps
 
@@ -202,7 +189,7 @@ class EngineCore:
         match decision:
             case Step(started=started):
                 for key in started:
-                    self._start(self._live[key], now_s)
+                    self._requests.start(key, self._hold.reading_s(now_s), now_s)
                 if started:
                     self._admission.started(len(started), now_s)
                     self._changed()
@@ -217,10 +204,9 @@ class EngineCore:
     def complete(self, result: StepResult, failed: Mapping[int, StepFailed], now_s: float) -> None:
         """The step in flight has this result; the requests with these keys failed in it."""
         for key, cause in failed.items():
-            live = self._live.get(key)
             # else it ended while the step ran; or before, and its row goes on with its padded batch
-            if live is not None and live.reason is None:
-                self._fail([key], ModelError(f"the model failed: {cause}"), now_s)
+            if self._requests.lives(key):
+                self._requests.fail([key], ModelError(f"the model failed: {cause}"), now_s)
         outcome = self.scheduler.complete(result, now_s)
         self.health.record(failed.values(), tokens=len(outcome.tokens), now_s=now_s)
         self.metrics.observe_step(outcome.cost)
@@ -229,125 +215,53 @@ class EngineCore:
         self.recorder.record(
             self._slot_phases, outcome.cost, tokens=len(outcome.tokens), started_s=began_s, ended_s=now_s
         )
-        self._deliver(outcome, now_s)
-        self._finish_released(now_s)
+        if outcome.tokens:
+            self.health.succeeded(self._requests[outcome.tokens[0].key].work.token_ids)
+        self._requests.deliver(outcome.tokens, now_s)
+        self._requests.finish_released(now_s)
         self._changed()
 
     def abort(self, error: StepFailed, now_s: float) -> None:
         """The step in flight failed as a whole: all requests in it end with `model_error`."""
         self._step_began_s = None
         self.health.record([error], tokens=0, now_s=now_s)
-        self._fail(self.scheduler.abort(now_s), ModelError(f"the model failed: {error}"), now_s)
-        self._finish_released(now_s)
-
-    def _start(self, live: LiveRequest, now_s: float) -> None:
-        live.started_s = now_s
-        live.batch_wait_s = self._hold.reading_s(now_s) - live.held_before_s
-        self._deadlines.set(live.key, live.deadline_s)
-        self._admission.leave(live.place, live.client)
-        live.outbox.start()
-
-    def _deliver(self, outcome: StepOutcome, now_s: float) -> None:
-        if outcome.tokens:
-            self.health.succeeded(self._live[outcome.tokens[0].key].work.token_ids)
-        for token in outcome.tokens:
-            live = self._live[token.key]
-            try:
-                reason = live.advance(token.token_id, token.logprobs, now_s)
-            except RequestError as error:
-                self._fail([token.key], error, now_s)
-                continue
-            if reason is not None:
-                # A whole answer (`stream: false`) is told when its slot is free: in a padded batch, at the batch's end.
-                self._finish(live, reason, now_s, at_release=not live.request.stream)
-            elif live.outbox.overdue(bound := self._config.max_unsent_tokens, now_s):
-                slow = SlowConsumer(f"more than {bound} tokens are unread, the most allowed")
-                self._fail([token.key], slow, now_s)
-
-    def _finish_released(self, now_s: float) -> None:
-        """Slots that became free: what waited for that is told now."""
-        for release in self.scheduler.releases():
-            live = self._live.pop(release.key)
-            self.metrics.hol_delay.observe(release.hol_delay_s)
-            if live.outbox.live:
-                self._tell(live, release.report, release.hol_delay_s, now_s)
+        self._requests.fail(self.scheduler.abort(now_s), ModelError(f"the model failed: {error}"), now_s)
+        self._requests.finish_released(now_s)
+        self._changed()
 
     # Endings
 
     @property
     def unfinished(self) -> list[Outbox]:
         """The requests whose terminal event is still to come."""
-        return [live.outbox for live in self._live.values() if live.outbox.live]
+        return [live.outbox for live in self._requests.unfinished]
 
     @property
     def next_deadline_s(self) -> float:
         """When `expire` has something to do; infinity for never."""
-        return self._deadlines.next_s
+        return self._requests.next_deadline_s
 
     def cancel(self, outbox: Outbox, now_s: float) -> None:
         """End this live request with `cancelled`."""
-        self._finish(self._live[outbox.key], "cancelled", now_s)
+        self._requests.finish(self._requests[outbox.key], "cancelled", now_s)
+        self._changed()
 
     def expire(self, now_s: float) -> None:
         """End the requests that have run out of time."""
-        for key in self._deadlines.due(now_s):
-            if key in self.scheduler.queue:
-                late = QueueTimeout("the request waited in the queue for its whole queue timeout")
-                self._fail([key], late, now_s)
-            else:
-                self._finish(self._live[key], "timeout", now_s)
+        self._requests.expire(now_s)
+        self._changed()
 
     def shut_down(self, now_s: float) -> None:
         """Admit nothing more, and end all requests with `shutdown`."""
         self.draining = True
-        for outbox in self.unfinished:
-            self._finish(self._live[outbox.key], "shutdown", now_s)
+        for live in self._requests.unfinished:
+            self._requests.finish(live, "shutdown", now_s)
+        self._changed()
 
     def die(self, death: EngineDead, now_s: float) -> None:
         """Admit nothing more, and end all requests with this error."""
         self.death = death
-        self._fail([outbox.key for outbox in self.unfinished], death, now_s)
-
-    def _finish(self, live: LiveRequest, reason: FinishReason, now_s: float, *, at_release: bool = False) -> None:
-        """The request's own end, told now or when its slot is released; one that waited for that is told now."""
-        if live.reason is None:
-            live.reason = reason
-        if not at_release:
-            self._tell(live, self.scheduler.report(live.key), 0.0, now_s)
-        self._end(live.key, now_s)
-
-    def _tell(self, live: LiveRequest, report: RowReport | None, hol_delay_s: float, now_s: float) -> None:
-        self._deadlines.drop(live.key)
-        try:
-            finished = live.finished(report, hol_delay_s=hol_delay_s, now_s=now_s)
-        except RequestError as error:
-            self.metrics.count_refused(error.code)
-            live.outbox.fail(error)
-        else:
-            self.metrics.observe_finished(finished)
-            live.outbox.finish(finished)
-
-    def _fail(self, keys: Iterable[int], error: RequestError, now_s: float) -> None:
-        keys = list(keys)
-        for key in keys:
-            self._deadlines.drop(key)
-            outbox = self._live[key].outbox
-            if outbox.live:
-                self.metrics.count_refused(error.code)
-                outbox.fail(error)
-        # Only then: ending one may release them all, where they shared a batch.
-        for key in keys:
-            self._end(key, now_s)
-
-    def _end(self, key: int, now_s: float) -> None:
-        """The scheduler is told; a request that never started is gone with that, others at their release."""
-        waiting = key in self.scheduler.queue
-        self.scheduler.end(key, now_s)
-        if waiting:
-            live = self._live.pop(key)
-            self._admission.leave(live.place, live.client)
-        else:
-            self._finish_released(now_s)
+        self._requests.fail([live.key for live in self._requests.unfinished], death, now_s)
         self._changed()
 
     # What others are told
@@ -355,7 +269,7 @@ class EngineCore:
     def status(self, now_s: float) -> Status:
         """How much work there is."""
         queue = self.scheduler.queue
-        running = [live for live in self._live.values() if live.key not in queue]
+        running = self._requests.past_queue
         oldest_s = min((work.arrived_s for work in queue), default=now_s)
         began_s = self._step_began_s
         refusal = self.refusal(now_s)
@@ -384,11 +298,12 @@ class EngineCore:
         return None
 
     def _refusal(self, client: Client, priority: int) -> RequestError | None:
-        return self._closed() or self._admission.refusal(client, priority, self._waiting())
+        return self._closed() or self._admission.refusal(client, priority, self._requests.waiting())
 
     def _check_open(self) -> None:
         if (closed := self._closed()) is not None:
             raise closed
 
-    def _waiting(self) -> Waiting:
-        return ((self._live[work.key].client, work) for work in self.scheduler.queue)
+    def _end_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        ends = frozenset(sampling.stop_token_ids)
+        return ends if sampling.ignore_eos else ends | self._info.eos_token_ids

@@ -68,6 +68,12 @@ class LiveRequest:
         """When the whole request has taken too long; infinity where it has no such bound."""
         return self.work.arrived_s + (self.request.timeout_ms or inf) / 1000
 
+    def start(self, held_s: float, now_s: float) -> None:
+        """Its first step begins. `held_s` is the reading of the engine's hold clock."""
+        self.started_s = now_s
+        self.batch_wait_s = held_s - self.held_before_s
+        self.outbox.start()
+
     def advance(self, token_id: int, logprobs: TokenLogprobs | None, now_s: float) -> FinishReason | None:
         """Take the next token; returns why the request is over with it, if it is.
 
