@@ -188,7 +188,6 @@ class ContinuousScheduler:
         pool = self.pool
         return CacheStats(
             used_blocks=pool.used,
-            cached_blocks=pool.cached,
             total_blocks=pool.total,
             queried_tokens=pool.queried_tokens,
             hit_tokens=pool.hit_tokens,

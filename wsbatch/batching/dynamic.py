@@ -106,7 +106,6 @@ def decide(view: View, settings: DynamicSettings) -> Dispatch | WaitUntil | Idle
 @dataclass(slots=True)
 class _Row:
     work: Work
-    generated: int = 0
     ended_s: float | None = None
 
 
@@ -181,7 +180,6 @@ class DynamicScheduler:
         tokens = []
         for index, (row, alive) in enumerate(zip(self._rows, live, strict=True)):
             if alive:
-                row.generated += 1
                 logprobs = result.logprobs[index] if result.logprobs else None
                 tokens.append(RowToken(row.work.key, result.token_ids[index], logprobs))
         self._close_batch(now_s)

@@ -59,7 +59,6 @@ class CacheStats:
     """The KV pool now, and its counters since the start."""
 
     used_blocks: int
-    cached_blocks: int
     total_blocks: int
     queried_tokens: int
     hit_tokens: int
