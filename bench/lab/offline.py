@@ -126,6 +126,7 @@ def _column(served: EngineRun, loop: LoopRun, parts: dict[str, float]) -> dict[s
     """The figures of one way to choose tokens."""
     return {
         "engine_s": served.total_s,
+        "engine_cpu_s": served.cpu_s,
         "engine_tokens_per_s": served.output_tokens / served.total_s,
         "bare_loop_s": loop.total_s,
         "bare_loop_tokens_per_s": loop.output_tokens / loop.total_s,
@@ -191,6 +192,7 @@ def _lines(figures: dict[str, Any]) -> list[str]:
         _row("engine, output tokens/s", [f"{each['engine_tokens_per_s']:.1f}" for each in columns.values()]),
         _row("bare loop, output tokens/s", [f"{each['bare_loop_tokens_per_s']:.1f}" for each in columns.values()]),
         _row("engine, to greedy", [f"{greedy['engine_s'] / each['engine_s']:.2f}" for each in columns.values()]),
+        _row("engine, seconds of CPU", [f"{each['engine_cpu_s']:.2f}" for each in columns.values()]),
     ]
     if "limit_s" in figures:
         lines.append(

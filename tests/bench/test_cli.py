@@ -168,6 +168,7 @@ def _load_parser() -> argparse.ArgumentParser:
         (["sweep", "--out", "x", "--slo", "soon"], 2, "must be METRIC"),
         (["sweep", "--out", "x", "--costs", "tau_ms=1"], 2, "alpha_ms is required"),
         (["study", "waiting", "--arrivals", "often"], 2, "none of"),
+        (["scaling", "--model", "simulated", "--cpu-time"], 2, "its steps take no CPU"),
         (["scaling", "--sizes", "0"], 2, "at least 1"),
         (["static", "--rows", "7"], 2, "ROWSxTOKENS"),
         (["compare", "/nowhere.json"], 2, "FileNotFoundError"),

@@ -3,6 +3,7 @@
 import argparse
 import csv
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -58,6 +59,11 @@ def add_command(commands: Commands) -> None:
         help="that makes the knee (default: 0.5)",
     )
     add_sampling(parser, beside=True)
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="time steps by the CPU that all threads use: other work on the machine moves it less",
+    )
     parser.add_argument("--no-check", dest="check", action="store_false", help="do not run the server's loop")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write CSV, costs and the chart there")
     parser.set_defaults(run=run)
@@ -67,6 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and print; 3 where the server's loop gives other tokens."""
     try:
         costs = read_costs(arguments)[arguments.scheduler]
+        if arguments.cpu_time and arguments.model == "simulated":
+            raise ValueError("--cpu-time with the simulated model: its steps take no CPU")
         largest = max(arguments.sizes)
         # Rows of the largest batch must fit a paged pool all at once.
         config = engine_config(
@@ -91,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
             prompt_tokens=arguments.prompt_tokens,
             output_tokens=arguments.output_tokens,
             rounds=arguments.rounds,
-            clock=bare.clock,
+            clock=time.process_time if arguments.cpu_time else bare.clock,
             make_prompt=prompts,
             samplings=[GREEDY] if sampling == GREEDY else [GREEDY, sampling],
         )
@@ -99,11 +107,12 @@ def run(arguments: argparse.Namespace) -> int:
         say_error("wsbatch-bench scaling", error)
         return 2
     scaling, beside = scalings[0], scalings[1] if len(scalings) > 1 else None
-    print("\n".join([bare.description, "", *_lines(scaling, arguments.efficiency)]))
+    description = f"{bare.description}{', seconds of CPU' if arguments.cpu_time else ''}"
+    print("\n".join([description, "", *_lines(scaling, arguments.efficiency)]))
     if beside is not None:
         print("\n".join(["", *_beside_lines(scaling, beside, shown(sampling))]))
     if arguments.out is not None:
-        _save(arguments, scalings, sampling, bare.description)
+        _save(arguments, scalings, sampling, description)
     if not arguments.check:
         return 0
     requests = batch_requests(largest, arguments.prompt_tokens, arguments.output_tokens, prompts)

@@ -1,5 +1,6 @@
 """The same requests through the engine itself, in this process: its tokens, and what the engine adds to the model."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,11 +24,12 @@ _HOLD_MS_A_REQUEST = 1.0
 
 @dataclass(frozen=True, slots=True)
 class EngineRun:
-    """Outputs in the order of the requests; seconds in all, and of them in the model."""
+    """Outputs in the order of the requests; seconds in all, of them in the model, and of CPU in all threads."""
 
     outputs: list[list[int]]
     total_s: float
     model_s: float
+    cpu_s: float
 
     @property
     def output_tokens(self) -> int:
@@ -69,7 +71,7 @@ def run_engine(
 
 async def _run(engine: BatchEngine, requests: Sequence[LoopRequest]) -> EngineRun:
     model_before_s = parse_totals(engine.metrics.render().decode()).step_seconds
-    begin_s = trio.current_time()
+    begin_s, cpu_before_s = trio.current_time(), time.process_time()
     streams = [
         await engine.submit(
             GenerateRequest(
@@ -84,9 +86,9 @@ async def _run(engine: BatchEngine, requests: Sequence[LoopRequest]) -> EngineRu
     async with trio.open_nursery() as nursery:
         for stream, output in zip(streams, outputs, strict=True):
             nursery.start_soon(_read, stream, output)
-    total_s = trio.current_time() - begin_s
+    total_s, cpu_s = trio.current_time() - begin_s, time.process_time() - cpu_before_s
     model_s = parse_totals(engine.metrics.render().decode()).step_seconds - model_before_s
-    return EngineRun(outputs, total_s, model_s)
+    return EngineRun(outputs, total_s, model_s, cpu_s)
 
 
 async def _read(stream: Stream, output: list[int]) -> None:
