@@ -20,81 +20,109 @@ class EngineConfig(Settings):
 
     model: str = setting(
         "demo",
-        "Hugging Face id, local directory, .gguf file, `demo`, or `simulated[:tau_ms=…,alpha_ms=…,beta_ms=…]`: none, "
-        "steps that take tau + alpha a decode row + beta a prompt token",
+        "model to serve: a Hugging Face id, a local directory, a .gguf file, `demo`, or "
+        "`simulated[:tau_ms=…,alpha_ms=…,beta_ms=…]`, which computes nothing: its steps last tau + alpha for each "
+        "decode row + beta for each prompt token",
     )
-    dtype: str = setting("auto", "type of the computation", choices=("auto", "float32", "bfloat16", "float16"))
-    device: str = setting("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
-    kernel_level: str = setting(
-        "auto",
-        "continuous, on a CPU: the instructions that the kernels use; auto: the fastest that the processor has",
-        choices=("auto", "avx512_bf16", "avx512", "avx2", "neon", "generic"),
+    dtype: str = setting(
+        "auto", "number type that the model computes in", choices=("auto", "float32", "bfloat16", "float16")
     )
-    threads: int | None = setting(None, "threads of the model; default: torch's own choice", least=1, most=1024)
+    device: str = setting("auto", "device that the model runs on", choices=("auto", "cpu", "cuda"))
+    threads: int | None = setting(
+        None, "CPU threads that the model uses; default: torch's own choice", least=1, most=1024
+    )
     max_model_len: int | None = setting(
         None,
-        "longest prompt plus output, in tokens; default: what the model was made for (LongRoPE: its original length)",
+        "longest prompt plus output, in tokens; default: the context length in the model's files (LongRoPE: the "
+        "original one)",
         least=2,
     )
 
     scheduler: SchedulerName = setting(
         "continuous",
-        "dynamic: padded batches run to completion; continuous: rows join and leave at every step",
+        "how requests are batched: dynamic runs padded batches to completion, continuous lets rows join and leave at "
+        "every step",
         choices=get_args(SchedulerName),
     )
-    max_batch_size: int = setting(32, "rows in a batch at most", least=1, most=4096)
+    max_batch_size: int = setting(32, "most requests that are computed in one batch", least=1, most=4096)
     max_wait_ms: float = setting(
-        5.0, "dynamic: how long the oldest waiting request may be held for company", least=0, most=60_000
+        5.0, "dynamic: longest time that a request is held back while the batch fills up", least=0, most=60_000
     )
     wait_anchor: WaitAnchor = setting(
         "oldest",
-        "dynamic: where the wait's clock starts: the oldest request's arrival, the moment the model fell idle, "
-        "or the last arrival (bounded by max_wait_ms from the oldest)",
+        "dynamic: from when max_wait_ms counts: the oldest request's arrival (oldest), the moment when the model fell "
+        "idle (idle), or the last arrival (last: debounce_ms then ends the wait, max_wait_ms after the oldest at "
+        "most)",
         choices=get_args(WaitAnchor),
     )
-    debounce_ms: float = setting(2.0, "dynamic, anchor `last`: the lull that ends the wait", least=0, most=60_000)
-    length_buckets: tuple[int, ...] = setting(
-        (), "dynamic: prompt lengths that part the batches: rows of one batch share a bucket", least=1
+    debounce_ms: float = setting(
+        2.0, "dynamic, with wait_anchor last: time without an arrival that ends the wait", least=0, most=60_000
     )
-    adaptive_wait: bool = setting(False, "dynamic: wait only while the arrival rate makes it pay, up to max_wait_ms")
+    length_buckets: tuple[int, ...] = setting(
+        (),
+        "dynamic: upper bounds of prompt length buckets, in tokens; only prompts of one bucket share a batch; "
+        "default: one bucket",
+        least=1,
+    )
+    adaptive_wait: bool = setting(
+        False, "dynamic: stop waiting, before max_wait_ms, when arrivals are too rare to make it pay"
+    )
     early_compaction: bool = setting(
-        False, "dynamic: drop finished rows from the batch's tensors once half of them are done"
+        False, "dynamic: remove finished rows from a running batch once half of its rows have finished"
     )
 
     max_batch_prefill_tokens: int = setting(
-        2048, "continuous: prompt tokens in a step at most while nothing decodes", least=1
+        2048, "continuous: most prompt tokens that one step prefills while no row decodes", least=1
     )
     prefill_chunk_tokens: int = setting(
-        128, "continuous: prompt tokens in a step at most while rows decode: bounds the gap between tokens", least=1
+        128,
+        "continuous: most prompt tokens that one step prefills while rows decode; bounds the time between their tokens",
+        least=1,
     )
-    max_batch_total_tokens: int = setting(32_768, "continuous: tokens held in the KV pool at most", least=256)
+    max_batch_total_tokens: int = setting(32_768, "continuous: size of the KV cache, in tokens", least=256)
     block_tokens: int = setting(
         16,
-        "continuous: tokens in a KV block; in half precision on CUDA rounded up to a multiple of 256, which torch's "
-        "paged attention needs",
+        "continuous: tokens in one block of the KV cache; in half precision on CUDA rounded up to a multiple of 256, "
+        "which torch's paged attention needs",
         least=1,
         most=4096,
     )
-    prefix_cache: bool = setting(True, "continuous: share the KV blocks of equal prompt beginnings")
+    prefix_cache: bool = setting(
+        True, "continuous: compute equal beginnings of prompts once, and share their KV blocks"
+    )
 
-    max_queue_requests: int = setting(256, "requests waiting at most", least=1)
-    max_queue_tokens: int = setting(262_144, "prompt tokens waiting at most", least=1)
-    queue_timeout_ms: int = setting(60_000, "a request's longest time in the queue", least=1, most=86_400_000)
+    max_queue_requests: int = setting(
+        256, "most requests that wait in the queue; more are refused with queue_full", least=1
+    )
+    max_queue_tokens: int = setting(
+        262_144, "most prompt tokens that wait in the queue; more are refused with queue_full", least=1
+    )
+    queue_timeout_ms: int = setting(
+        60_000,
+        "longest time that a request waits in the queue before it ends with queue_timeout",
+        least=1,
+        most=86_400_000,
+    )
     max_unsent_tokens: int = setting(
-        4096, "tokens a client may leave unread for two seconds before its request ends with slow_consumer", least=1
+        4096,
+        "most tokens that a client may leave unread; more, for two seconds, end its request with slow_consumer",
+        least=1,
     )
     ttft_slo_ms: float | None = setting(
-        None, "refuse a request whose predicted time to first token is over this; default: never", least=1
+        None,
+        "goal for the time to first token: a request that is predicted to take longer is refused; default: no goal",
+        least=1,
     )
     itl_slo_ms: float | None = setting(
         None,
-        "goal for the time between two tokens: refuse a request that would make a decode step longer; continuous: "
-        "choose the prefill chunk by it, from the measured step costs; default: no goal",
+        "goal for the time between two tokens: a request that would make decode steps longer is refused, and "
+        "continuous batching sizes its prefill chunks by it; default: no goal",
         least=1,
     )
     step_stall_s: float = setting(
         120.0,
-        "a model step longer than this declares the engine dead; steps with prompts are sized to take a tenth of it",
+        "longest time that a model step may take before the engine counts as dead; prefill steps are sized to take a "
+        "tenth of it",
         least=0.1,
         most=86_400,
     )
@@ -117,55 +145,82 @@ class ServerConfig(Settings):
 
     host: str = setting(
         "127.0.0.1",
-        "address to listen on, or several separated by commas; `::` is every IPv4 address too",
+        "address to listen on, or several, separated by commas; `::` means every address, IPv4 too",
         several=True,
     )
     port: int = setting(8765, "port to listen on; 0 picks a free one", least=0, most=65_535)
     probe_port: int | None = setting(
         None,
-        "one more port, of the probes and /metrics alone, in the clear: with room of its own, whoever fills the other; "
-        "0 picks a free one",
+        "one more port, without TLS, that answers only the probes and /metrics, also while the other one is full; 0 "
+        "picks a free one; default: none",
         least=0,
         most=65_535,
     )
-    certfile: str | None = setting(None, "TLS certificate chain (PEM); needs keyfile")
-    keyfile: str | None = setting(None, "TLS private key (PEM); needs certfile")
+    certfile: str | None = setting(None, "file of the TLS certificate chain (PEM); needs keyfile")
+    keyfile: str | None = setting(None, "file of the TLS private key (PEM); needs certfile")
     auth_token: str | None = setting(
         None,
-        "clients must send it: `Authorization: Bearer …` or `?token=…`; white space around it does not count",
+        "token that clients must send, as `Authorization: Bearer …` or `?token=…`; white space around it is ignored; "
+        "default: none is asked for",
         secret=True,
     )
     allow_origins: tuple[str, ...] = setting(
         (),
-        "origins of the pages let in, as https://host or https://host:port; none given, or `*`: any page may connect; "
-        "requests without Origin always pass",
+        "origins whose web pages may connect, as https://host or https://host:port; default, and `*`: any; requests "
+        "without an Origin header always may",
     )
     allow_watch: bool = setting(
-        False, "let clients watch the batch: which slot is busy with what, the queue's depth; no text of anybody's"
+        False, "let clients watch the live batch: its slots and the length of the queue, never anybody's text"
     )
-    max_connections: int = setting(1024, "open connections at most; more get 503 before the upgrade", least=1)
-    max_live_requests: int = setting(64, "live requests on one connection at most", least=1)
-    max_message_bytes: int = setting(8_388_608, "a client's message at most", least=1024, most=1_073_741_824)
+    max_connections: int = setting(1024, "most open WebSocket connections; more are refused with 503", least=1)
+    max_live_requests: int = setting(64, "most live requests on one connection; more are refused with quota", least=1)
+    max_message_bytes: int = setting(
+        8_388_608,
+        "largest message that a client may send; a larger one closes its connection with 1009",
+        least=1024,
+        most=1_073_741_824,
+    )
     max_input_bytes: int = setting(
         67_108_864,
-        "messages over 16 KiB that arrive, or become requests, of all clients together at most; more wait to be read",
+        "most memory for messages over 16 KiB that have not become requests yet, of all clients together; further "
+        "ones are not read until there is room",
         least=1024,
     )
     message_timeout_s: float = setting(
-        60.0, "a message over 16 KiB must be complete within this", least=0.01, most=3600
+        60.0, "longest time that a message over 16 KiB may take to arrive", least=0.01, most=3600
     )
-    max_head_bytes: int = setting(16_384, "an HTTP request head at most", least=1024, most=1_048_576)
-    head_timeout_s: float = setting(10.0, "a request head must be complete within this", least=0.01, most=3600)
-    ping_interval_s: float = setting(20.0, "silence after which the client is pinged", least=0.01, most=3600)
-    ping_timeout_s: float = setting(20.0, "silence after a ping that ends the connection", least=0.01, most=3600)
+    max_head_bytes: int = setting(
+        16_384, "largest HTTP request head; a larger one gets 431", least=1024, most=1_048_576
+    )
+    head_timeout_s: float = setting(
+        10.0,
+        "longest time that an HTTP request head, and the TLS handshake before it, may take to arrive",
+        least=0.01,
+        most=3600,
+    )
+    ping_interval_s: float = setting(20.0, "how long a client may be silent before it is pinged", least=0.01, most=3600)
+    ping_timeout_s: float = setting(
+        20.0, "how long a pinged client may stay silent before its connection is closed", least=0.01, most=3600
+    )
     frame_interval_ms: float = setting(
-        5.0, "tokens that come within this after a connection's last frame are merged into its next", least=0, most=1000
+        5.0,
+        "shortest time between two frames of tokens on one connection; tokens that come in between are merged",
+        least=0,
+        most=1000,
     )
-    send_timeout_s: float = setting(30.0, "one frame must be written within this", least=0.01, most=3600)
-    close_timeout_s: float = setting(3.0, "the closing handshake must be done within this", least=0.01, most=60)
+    send_timeout_s: float = setting(
+        30.0,
+        "longest time that a client may take to receive one frame before its connection is closed",
+        least=0.01,
+        most=3600,
+    )
+    close_timeout_s: float = setting(
+        3.0, "longest time that a client may take to answer a close frame", least=0.01, most=60
+    )
     drain_s: float = setting(
         30.0,
-        "grace period of a shutdown, in which it is over; its end (close_timeout_s, and half a second) is for goodbyes",
+        "longest time that a shutdown takes; live requests may finish until close_timeout_s and half a second before "
+        "its end",
         least=0,
         most=86_400,
     )
@@ -201,36 +256,45 @@ class PoolConfig(Settings):
 
     connections: int = setting(
         4,
-        "connections to each replica for requests, which are multiplexed on them; one more is for probes",
+        "connections to each replica that carry requests, many on each; one more carries the probes",
         least=1,
         most=64,
     )
-    status_interval_ms: float = setting(100.0, "how often each replica is asked how much work it has", least=1)
+    status_interval_ms: float = setting(
+        100.0, "time between two questions to a replica about how much work it has", least=1
+    )
     stall_s: float = setting(
-        30.0, "a replica is taken out when a step of its lasts longer, or when it is silent for so long", least=0.05
-    )
-    accept_timeout_s: float = setting(
-        10.0, "a replica must accept or refuse a request within this, or another one is asked", least=0.01
-    )
-    request_stall_s: float = setting(
-        120.0,
-        "a request of which its replica says nothing for so long, or gives fewer than 32 tokens in that time, goes on "
+        30.0,
+        "longest time that a replica may be silent, or take for a step, before it counts as lost and its requests go "
         "elsewhere",
         least=0.05,
     )
-    resume_timeout_s: float = setting(
-        60.0, "how long a request whose replica was lost may wait for another one to go on with it", least=0
+    accept_timeout_s: float = setting(
+        10.0,
+        "longest time that a replica may take to accept or refuse a request before another one is asked",
+        least=0.01,
     )
-    first_replica_s: float = setting(60.0, "the first replica must be there within this", least=0.1)
+    request_stall_s: float = setting(
+        120.0,
+        "longest time that a replica may take for the next 32 tokens of a request, or stay silent about it, before "
+        "another one goes on with it",
+        least=0.05,
+    )
+    resume_timeout_s: float = setting(
+        60.0, "longest time that a request whose replica was lost waits for another one to go on with it", least=0
+    )
+    first_replica_s: float = setting(60.0, "longest time that the start waits for the first replica", least=0.1)
     affinity_tokens: int = setting(
         2048,
-        "a prompt goes to the replica that computed its beginning before, unless that one has so many tokens more to "
-        "generate than the least busy one",
+        "how much busier than the least busy replica, in tokens still to generate, a replica that has the beginning of "
+        "a prompt cached may be and get the request",
         least=0,
     )
-    reconnect_max_s: float = setting(5.0, "pause between two attempts to reach a lost replica, at most", least=0.01)
+    reconnect_max_s: float = setting(5.0, "longest pause between two attempts to reach a lost replica", least=0.01)
     max_unread_tokens: int = setting(
-        4096, "tokens a client may leave unread for two seconds before its request ends with slow_consumer", least=1
+        4096,
+        "most tokens that a client may leave unread; more, for two seconds, end its request with slow_consumer",
+        least=1,
     )
 
 
@@ -238,17 +302,23 @@ class PoolConfig(Settings):
 class FleetConfig(Settings):
     """Replicas that Ray runs: how many, with what, and when there should be more or fewer."""
 
-    replicas: int = setting(1, "replicas to begin with", least=1, most=10_000)
+    replicas: int = setting(1, "number of replicas at the start", least=1, most=10_000)
     replica_cpus: float = setting(1.0, "CPUs that Ray reserves for each replica", least=0)
     replica_gpus: float = setting(0.0, "GPUs that Ray reserves for each replica", least=0)
-    min_replicas: int | None = setting(None, "autoscaling: replicas at least; default: as many as at first", least=1)
-    max_replicas: int | None = setting(None, "autoscaling: replicas at most; default: as many as at first", least=1)
-    scale_up_queue_ms: float = setting(500.0, "autoscaling: a wait in the queue that is too long, if it lasts", least=1)
-    scale_up_after_s: float = setting(10.0, "autoscaling: how long it must last for one replica more", least=0)
-    scale_down_after_s: float = setting(
-        300.0, "autoscaling: how long nothing must wait, and slots be free, for one replica less", least=0
+    min_replicas: int | None = setting(None, "autoscaling: fewest replicas; default: as many as at the start", least=1)
+    max_replicas: int | None = setting(None, "autoscaling: most replicas; default: as many as at the start", least=1)
+    scale_up_queue_ms: float = setting(
+        500.0,
+        "autoscaling: wait in the queue above which a replica is added, if it lasts for scale_up_after_s",
+        least=1,
     )
-    start_timeout_s: float = setting(600.0, "a replica must be ready within this", least=1)
+    scale_up_after_s: float = setting(
+        10.0, "autoscaling: how long the wait must be over scale_up_queue_ms before a replica is added", least=0
+    )
+    scale_down_after_s: float = setting(
+        300.0, "autoscaling: how long nothing must have waited, with slots free, before a replica is removed", least=0
+    )
+    start_timeout_s: float = setting(600.0, "longest time that a replica may take to get ready", least=1)
 
     def __post_init__(self) -> None:
         """Check every field, then the bounds of autoscaling against each other."""
