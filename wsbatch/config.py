@@ -28,6 +28,11 @@ class EngineConfig(Settings):
         "auto", "number type that the model computes in", choices=("auto", "float32", "bfloat16", "float16")
     )
     device: str = setting("auto", "device that the model runs on", choices=("auto", "cpu", "cuda"))
+    kernel_level: str = setting(
+        "auto",
+        "continuous, on a CPU: instruction set that the kernels use; auto: the fastest that the processor has",
+        choices=("auto", "avx512_bf16", "avx512", "avx2", "neon", "generic"),
+    )
     threads: int | None = setting(
         None, "CPU threads that the model uses; default: torch's own choice", least=1, most=1024
     )

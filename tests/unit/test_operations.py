@@ -1,4 +1,4 @@
-"""docs/operations.md says what the code says. `python tests/unit/test_operations.py` writes its tables anew."""
+"""operations.md and limits.md in docs say what the code says. `python tests/unit/test_operations.py` rewrites them."""
 
 import re
 from dataclasses import fields
@@ -13,7 +13,8 @@ from wsbatch.server.metrics import Joined, ServerMetrics
 from wsbatch.settings import Settings
 
 ROOT = Path(__file__).parent.parent.parent
-DOCUMENT = ROOT / "docs" / "operations.md"
+OPERATIONS = ROOT / "docs" / "operations.md"
+LIMITS = ROOT / "docs" / "limits.md"
 ENGINE, SERVER = EngineMetrics(running=lambda: 0, waiting=lambda: 0, cache=lambda: None), ServerMetrics()
 
 
@@ -57,10 +58,6 @@ LABELS = {
 }
 
 
-# What the table names beside settings.
-NO_SETTINGS = {"retry_after_ms"}
-
-
 def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
@@ -72,17 +69,16 @@ TABLES = {
 }
 
 
-THREATS = re.compile(r"(?<=^\| threat or fault ).*?(?=\n\n)", re.DOTALL | re.MULTILINE)
+THREATS = re.compile(r"^\| threat or fault .*?(?=\n\n)", re.DOTALL | re.MULTILINE)
 DEFAULTS = {
     spec.name: shown(spec.default) for config in (ServerConfig, EngineConfig, PoolConfig) for spec in fields(config)
 }
 
 
 def threats() -> list[list[str]]:
-    """The rows of the table of what is bounded, as cells."""
-    found = THREATS.search(DOCUMENT.read_text())
-    assert found is not None
-    return [line.strip("| ").split(" | ") for line in found[0].splitlines()[2:]]
+    """The rows of the tables of what is bounded, as cells."""
+    tables = THREATS.findall(LIMITS.read_text())
+    return [line.strip("| ").split(" | ") for table in tables for line in table.splitlines()[2:]]
 
 
 def defaults_of(bound: str) -> str:
@@ -96,25 +92,26 @@ def section(name: str) -> re.Pattern[str]:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_are_those_of_the_code(name: str) -> None:
-    found = section(name).search(DOCUMENT.read_text())
+    found = section(name).search(OPERATIONS.read_text())
     assert found is not None
     assert found[1] == TABLES[name]() + "\n", "run: python tests/unit/test_operations.py"
 
 
 def test_every_threat_names_the_setting_that_bounds_it_its_default_and_a_test() -> None:
     rows = threats()
-    assert len(rows) > 35
+    assert len(rows) > 60
     for row in rows:
-        assert len(row) == 4, row
-        threat, bound, default, proof = row
+        assert len(row) == 5, row
+        threat, bound, seen, default, proof = row
+        assert seen, threat
         assert default == defaults_of(bound), f"{threat}: run python tests/unit/test_operations.py"
         assert "::test_" in proof, threat
         for name in re.findall(r"`(\w+)`", bound):
-            assert name in DEFAULTS or not re.search(r"^max_|_(s|ms|bytes|tokens)$", name) or name in NO_SETTINGS, name
+            assert name in DEFAULTS or not re.search(r"^max_|_(s|ms|bytes|tokens)$", name), name
 
 
 def test_every_test_named_is_there() -> None:
-    named = re.findall(r"`([\w/]+\.py)::(\w+)`", DOCUMENT.read_text())
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", LIMITS.read_text())
     assert len(named) > 40
     for path, name in named:
         assert f"def {name}(" in (ROOT / "tests" / path).read_text(), f"{path}::{name}"
@@ -127,11 +124,13 @@ def test_the_labels_are_those_of_the_code() -> None:
 
 
 if __name__ == "__main__":
-    document = DOCUMENT.read_text()
+    document = OPERATIONS.read_text()
     for name, table in TABLES.items():
         text = f"<!-- {name} -->\n{table()}\n<!-- end -->"
         document = section(name).sub(lambda _, text=text: text, document)
-    for threat, bound, default, proof in threats():
-        old, new = (f"| {threat} | {bound} | {each} | {proof} |" for each in (default, defaults_of(bound)))
+    OPERATIONS.write_text(document)
+    document = LIMITS.read_text()
+    for threat, bound, seen, default, proof in threats():
+        old, new = (f"| {threat} | {bound} | {seen} | {each} | {proof} |" for each in (default, defaults_of(bound)))
         document = document.replace(old, new)
-    DOCUMENT.write_text(document)
+    LIMITS.write_text(document)

@@ -1,6 +1,6 @@
 """Connections from their first byte: a bounded head, plain HTTP or an upgrade, and how they end.
 
-Every connection is contained: whatever happens on it, nothing but cancellation comes out. docs/operations.md lists what
+Every connection is contained: whatever happens on it, nothing but cancellation comes out. docs/limits.md lists what
 was found about the libraries.
 """
 
