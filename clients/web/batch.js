@@ -9,7 +9,7 @@ export class BatchPanel {
   #section = document.getElementById("batch");
   #canvas = document.getElementById("timeline");
   #timeline = new Timeline(this.#canvas);
-  #told = 0;
+  #labelledAt = 0;
 
   /** Watch this client's server, where it allows that, until the connection ends. */
   async follow(client) {
@@ -32,8 +32,8 @@ export class BatchPanel {
     show("n-waste", percent(frame.waste_fraction));
     this.#timeline.take(frame);
     // In words for those who do not see the canvas; now and then, for it is read out.
-    if (performance.now() - this.#told > 2000 || frame.running === 0) {
-      this.#told = performance.now();
+    if (performance.now() - this.#labelledAt > 2000 || frame.running === 0) {
+      this.#labelledAt = performance.now();
       this.#canvas.setAttribute(
         "aria-label",
         `One line for each slot of the batch: ${frame.running} of ${frame.slots} are running, ${frame.queue_depth} wait`,
@@ -43,7 +43,7 @@ export class BatchPanel {
 }
 
 /** Requests whose answers nobody reads, to see how a batch takes them: short and long ones, arriving together. */
-export class Filler {
+export class LoadPanel {
   #link;
   #generations = new Set();
   #stopped = false;

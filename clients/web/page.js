@@ -1,6 +1,6 @@
 /** The page: its link to the server, its panes, its keys. */
 
-import { BatchPanel, Filler } from "./batch.js";
+import { BatchPanel, LoadPanel } from "./batch.js";
 import { addressOf, Link } from "./link.js";
 import { Pane } from "./pane.js";
 import { samplingOf } from "./sampling.js";
@@ -11,7 +11,7 @@ const byId = (id) => document.getElementById(id);
 const { url, token } = addressOf(location.href);
 const link = new Link(url, token);
 const batch = new BatchPanel();
-new Filler(link);
+new LoadPanel(link);
 
 const panes = [];
 let numbered = 0;

@@ -101,6 +101,8 @@ export interface Hello {
   };
   state: "ready" | "draining" | "dead";
   watch?: boolean;
+  revision?: string;
+  dtype?: string;
 }
 
 export interface Draining {
