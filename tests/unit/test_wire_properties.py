@@ -236,6 +236,10 @@ msgpack_values = st.recursive(
 )
 
 
+def test_a_glance_at_a_key_that_is_an_array_sees_nothing() -> None:
+    assert MSGPACK.glance(b"\x82\xa4type\xa6cancel\x90id\xd0\xdf") is None
+
+
 def check_glance(codec: Codec, data: bytes | str) -> None:
     """Whatever a glance sees, decoding sees too."""
     glance = codec.glance(data)

@@ -93,7 +93,7 @@ class Codec(ABC):
             frame = self._skim(data) if len(data) <= self._glance_bytes else {}
             if frame.get("type") == "generate":
                 return self._frames.read_glance(frame)
-        except (ValueError, RecursionError, RequestError, DecodeError):
+        except (ValueError, TypeError, RecursionError, RequestError, DecodeError):
             pass
         return None
 
