@@ -35,4 +35,4 @@ def test_the_help_says_the_commands_own_default(command: str, default: int, caps
     with pytest.raises(SystemExit):
         main([command, "--help"])
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert re.search(rf"--frame-interval-ms X tokens that [^-]* \(0 to 1000; default: {default}\)", text)
+    assert re.search(rf"--frame-interval-ms X shortest time [^-]* \(0 to 1000; default: {default}\)", text)
