@@ -98,7 +98,7 @@ async def _print_frames(stream: TokenStream) -> None:
         async for event in stream:
             await _write_frame(event)
     except RequestError as error:
-        await _write_frame(Failed(stream.request.id, error.code, error.status, error.message, error.retry_after_ms))
+        await _write_frame(Failed.of(stream.request.id, error))
         raise
 
 

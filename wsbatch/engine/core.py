@@ -8,9 +8,7 @@ ending, by one of the functions that end requests: `complete` and `abort` (its o
 `cancel`, `expire`, `shut_down`, `die`, or `add` of another that it gives way to.
 """
 
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import inf
 
 from wsbatch.batching.admission import Place
@@ -39,8 +37,6 @@ from wsbatch.errors import (
 from wsbatch.messages import DEFAULT_PRIORITY, Accepted, GenerateRequest, RowPhase, SamplingParams, Status
 from wsbatch.steps import ModelInfo, StepResult
 from wsbatch.text import TextCodec
-
-_SEED_BITS = 53
 
 
 class EngineCore:
@@ -156,13 +152,12 @@ class EngineCore:
             self._requests.fail([victim.key], shed, now_s)
         place.fill(len(token_ids))
         self._last_key += 1
-        sampling = request.sampling
-        seed = sampling.seed if sampling.seed is not None else secrets.randbits(_SEED_BITS)
+        sampling = request.sampling.seeded()
         work = Work(
             key=self._last_key,
             token_ids=token_ids,
             max_new_tokens=sampling.most_tokens - len(request.resume_token_ids),
-            sampling=replace(sampling, seed=seed),
+            sampling=sampling,
             priority=request.priority,
             arrived_s=arrived_s,
             turn_s=self._admission.turn_s(client, arrived_s),
@@ -170,7 +165,7 @@ class EngineCore:
         held_s = self._hold.reading_s(now_s)
         live = LiveRequest(outbox, work=work, output=output, place=place, client=client, held_before_s=held_s)
         outbox.key = work.key
-        outbox.accept(Accepted(request.id, len(prompt_ids), len(self.scheduler.queue), seed))
+        outbox.accept(Accepted(request.id, len(prompt_ids), len(self.scheduler.queue), sampling.seed or 0))
         self.metrics.prompt_tokens.inc(len(prompt_ids))
         self._requests.add(live, self.queue_deadline_s(request, arrived_s))
         if output.complete is not None:

@@ -102,7 +102,7 @@ class Outbox:
 
     def fail(self, error: RequestError) -> None:
         """End the request with an error. Calls after the first terminal are ignored."""
-        self._end(Failed(self.request.id, error.code, error.status, error.message, error.retry_after_ms))
+        self._end(Failed.of(self.request.id, error))
 
     def take(self) -> list[Event]:
         """All that happened since the last call, tokens merged into at most one `Tokens`. Never waits."""

@@ -23,6 +23,7 @@ from wsbatch.messages.connection import (
     Watch,
 )
 from wsbatch.messages.events import (
+    NO_BATCH,
     Accepted,
     BatchReport,
     Event,
@@ -55,6 +56,7 @@ __all__ = [
     "DEFAULT_MAX_TOKENS",
     "DEFAULT_PRIORITY",
     "LEAST_URGENT",
+    "NO_BATCH",
     "Accepted",
     "BatchReport",
     "BatchSnapshot",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from wsbatch.errors import RequestError
 from wsbatch.messages.request import RequestId
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "timeout", "shutdown"]
@@ -75,6 +76,10 @@ class BatchReport:
     hol_delay_ms: float
 
 
+NO_BATCH = BatchReport(max_size=0, mean_size=0.0, issued_tokens=0, useful_tokens=0, hol_delay_ms=0.0)
+"""Of a request that was part of none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """The terminal event of a request that ran. With `stream: false`, `token_ids` and `text` are the whole output."""
@@ -98,6 +103,11 @@ class Failed:
     status: int
     message: str
     retry_after_ms: int | None = None
+
+    @classmethod
+    def of(cls, id: RequestId | None, error: RequestError) -> "Failed":
+        """What tells a client of this error."""
+        return cls(id, error.code, error.status, error.message, error.retry_after_ms)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """What a client asks for: one generation."""
 
-from dataclasses import dataclass, field
+import secrets
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 RequestId: TypeAlias = int | str
@@ -9,6 +10,8 @@ DEFAULT_PRIORITY = 5
 """Of the classes 0 (most urgent) to 9, the one of a request that names none."""
 
 LEAST_URGENT = 9
+
+_SEED_BITS = 53  # what a number has in every JSON
 
 DEFAULT_MAX_TOKENS = 256
 """Of a request that names no `max_tokens`; less where the context has less room left."""
@@ -44,6 +47,10 @@ class SamplingParams:
     def most_tokens(self) -> int:
         """The bound on the output, as far as it is known without the prompt."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def seeded(self) -> "SamplingParams":
+        """The same with a seed: one that is drawn now, where it has none."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(_SEED_BITS))
 
 
 @dataclass(frozen=True, slots=True)

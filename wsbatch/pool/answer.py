@@ -9,8 +9,8 @@ from wsbatch.engine.request import timing
 from wsbatch.engine.stream import Stream
 from wsbatch.errors import RequestError
 from wsbatch.messages import (
+    NO_BATCH,
     Accepted,
-    BatchReport,
     Finished,
     FinishReason,
     GenerateRequest,
@@ -18,8 +18,6 @@ from wsbatch.messages import (
     Tokens,
     Usage,
 )
-
-_NO_BATCH = BatchReport(0, 0.0, 0, 0, 0.0)
 
 
 class Answer:
@@ -146,7 +144,7 @@ class Answer:
                 "".join(self._text) + ("" if last is None else last.text),
                 Usage(prompt_tokens, len(self.token_ids), cached_tokens),
                 times,
-                last.batch if last is not None else _NO_BATCH,
+                last.batch if last is not None else NO_BATCH,
                 tuple(self.token_ids) if whole else None,
                 tuple(self._logprobs) if whole and wants_logprobs else None,
             )

@@ -1,6 +1,5 @@
 """`EnginePool`: an engine whose steps are run elsewhere. `open_pool` makes one."""
 
-import secrets
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,7 +21,6 @@ from wsbatch.pool.route import Route
 from wsbatch.pool.upkeep import Dial
 from wsbatch.steps import ServedModel
 
-_SEED_BITS = 53
 _LAST_ANSWERS_S = 1.5
 
 
@@ -132,10 +130,8 @@ class EnginePool(Submits):
         if (refusal := self.refusal()) is not None:
             self.metrics.count_refused(refusal.code)
             raise refusal
-        sampling = request.sampling
-        if sampling.seed is None:
-            # Here and not by the replica: another one may have to go on with it.
-            request = replace(request, sampling=replace(sampling, seed=secrets.randbits(_SEED_BITS)))
+        # The seed is drawn here and not by the replica: another one may have to go on with it.
+        request = replace(request, sampling=request.sampling.seeded())
         self._last_key += 1
         route = self._routes[self._last_key] = Route(self, self._last_key, request, on_event=on_event)
         try:

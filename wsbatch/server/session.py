@@ -1,4 +1,4 @@
-"""One connection: its requests, and a reader that never stops reading. `Writer` sends, `Ending` says until when."""
+"""One connection: its requests. `Reader` receives, `Writer` sends, `Ending` says until when."""
 
 import trio
 
@@ -8,8 +8,8 @@ from wsbatch.config import ServerConfig
 from wsbatch.engine.interface import Engine
 from wsbatch.errors import BadRequest, DuplicateId, QuotaExceeded, RequestError
 from wsbatch.messages import (
+    NO_BATCH,
     Accepted,
-    BatchReport,
     Cancel,
     ClientMessage,
     DrainingNotice,
@@ -32,26 +32,25 @@ from wsbatch.server.client_deadlines import ClientDeadlines
 from wsbatch.server.connection import Connection, Disconnected, Received
 from wsbatch.server.ending import Ending, Phase
 from wsbatch.server.metrics import ServerMetrics
+from wsbatch.server.reader import Reader
 from wsbatch.server.request import SessionRequest, held_bytes
 from wsbatch.server.wake import Wake
 from wsbatch.server.watch import WatchPacer
 from wsbatch.server.writer import Writer
-from wsbatch.wire import PROTOCOL_VERSION, Codec, DecodeError, Message
+from wsbatch.wire import PROTOCOL_VERSION, Codec, DecodeError
 
 # Answers (errors, pongs) that a client may leave unread before it is taken for a flood.
 MAX_BACKLOG = 1024
-_NO_BATCH = BatchReport(0, 0.0, 0, 0, 0.0)
 
 
 class Session:
     """The requests of one connection.
 
-    The reader only ever decodes and decides; whatever takes time runs in a task of its own. The `Writer` alone sends,
-    and the `Ending` says when that is over.
+    It reads all the time: what its `Reader` gives is decided upon at once, and whatever takes time runs in a task of
+    its own. The `Writer` alone sends, and the `Ending` says when that is over.
 
     Args:
-        decoding: held while a message is decoded that takes more than one step: shared by the sessions of a server, so
-            that the event loop does one such step a turn, and there is one half-built message at a time.
+        decoding: see `Reader`.
         deadlines: for what the client has to read in time.
         metrics: what is refused here is counted there.
     """
@@ -67,13 +66,12 @@ class Session:
         deadlines: ClientDeadlines | None = None,
         metrics: ServerMetrics | None = None,
     ) -> None:
-        self._connection = connection
         self._engine = engine
         self._config = config
         self._codec = codec
         self._client = Client(connection.peer, object())  # not the session: that would be a cycle
         self._metrics = metrics or ServerMetrics()
-        self._decoding = decoding or trio.Lock()
+        self._reader = Reader(connection, codec, decoding or trio.Lock())
         self._live: dict[RequestId, SessionRequest] = {}
         self._tells_starts = False
         wake = Wake()
@@ -140,15 +138,15 @@ class Session:
         """Until the connection ends. Also when nothing is acted on any more: unread data would hide its end."""
         while True:
             try:
-                received = await self._connection.receive()
+                received = await self._reader.receive()
             except Disconnected:
                 return
-            if self._ending.deaf or self._turn_away(received.data):
+            if self._ending.deaf or self._turn_away(received):
                 received.release()
                 continue
             message: ClientMessage | None = None
             try:
-                message = await self._decode(received.data)
+                message = await self._reader.decode(received)
             except DecodeError as problem:
                 self._undecodable(problem)
             except BaseException:
@@ -179,24 +177,12 @@ class Session:
             case Unwatch():
                 self._watch.stop()
 
-    async def _decode(self, data: Message) -> ClientMessage:
-        steps = self._codec.decoding(data)
-        try:
-            next(steps)
-            async with self._decoding:
-                while True:
-                    next(steps)
-                    await trio.lowlevel.checkpoint()
-        except StopIteration as done:
-            message: ClientMessage = done.value
-            return message
-
-    def _turn_away(self, data: Message) -> bool:
+    def _turn_away(self, received: Received) -> bool:
         """Refuse a `generate` unread, where the engine is full: whether that was done.
 
         So a refusal costs a small part of a request, and those who are too many take little from those who are served.
         """
-        if not self._engine.full or (glance := self._codec.glance(data)) is None:
+        if not self._engine.full or (glance := self._reader.glance(received)) is None:
             return False
         id, priority = glance
         # What this client alone has done wrong, the long way tells.
@@ -238,14 +224,14 @@ class Session:
                 )
         except RequestError as error:
             del self._live[request.id]
-            self._answer(_failed(request.id, error))
+            self._answer(Failed.of(request.id, error))
             return
         finally:
             received.release()
         if live.stream is None:  # cancelled before the engine had decided
             del self._live[request.id]
             self._answer(Accepted(request.id, 0, 0, request.sampling.seed or 0))
-            self._answer(Finished(request.id, "cancelled", "", Usage(0, 0), Timing(0, 0, 0, 0), _NO_BATCH))
+            self._answer(Finished(request.id, "cancelled", "", Usage(0, 0), Timing(0, 0, 0, 0), NO_BATCH))
             return
         live.stream.tell_start = self._tells_starts
         if live.cancelled:
@@ -253,7 +239,7 @@ class Session:
 
     def _refuse(self, id: RequestId | None, error: RequestError) -> None:
         self._metrics.count_refused(error.code)
-        self._answer(_failed(id, error))
+        self._answer(Failed.of(id, error))
 
     def _answer(self, message: ServerMessage) -> None:
         if self.backlog >= MAX_BACKLOG:
@@ -287,7 +273,3 @@ class Session:
             revision=info.revision,
             dtype=info.dtype,
         )
-
-
-def _failed(id: RequestId | None, error: RequestError) -> Failed:
-    return Failed(id, error.code, error.status, error.message, error.retry_after_ms)
