@@ -10,8 +10,13 @@ import pytest
 from wsbatch_bench.cli import main
 from wsbatch_bench.cli.flags import add_workload, read_trace
 from wsbatch_bench.cli.load import add_command as add_load
+from wsbatch_bench.load.generator import LoadPlan, LoadRun
 from wsbatch_bench.load.server import server_process, wsbatch_command
 from wsbatch_bench.load.trace import Trace
+from wsbatch_bench.sweep.cell import Cell, CellResult
+from wsbatch_bench.sweep.grid import Sweep
+from wsbatch_bench.sweep.setting import Setting
+from wsbatch_bench.sweep.stage import VirtualStage
 
 COSTS = "tau_ms=10,alpha_ms=1,beta_ms=0.1"
 SHORT = ["--prompt-lengths", "fixed:tokens=8", "--output-lengths", "fixed:tokens=4"]
@@ -62,13 +67,19 @@ def test_a_dry_run_lists_cells_and_their_time_and_measures_nothing(
     printed = capsys.readouterr().out
     assert "6 cells, 6 to measure: about" in printed
     assert printed.count("dynamic b4 w0") == 3
-    assert (tmp_path / "cells.jsonl").read_text() == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_sweep_is_kept_resumed_and_chosen_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sweep(tmp_path, "--slo", "e2e_p95<=5s") == 0
     first = capsys.readouterr().out
     assert "chosen" in first
+    kept = (tmp_path / "cells.jsonl").read_text()
+    assert sweep(tmp_path) == 2
+    assert "--resume keeps them" in capsys.readouterr().err
+    assert sweep(tmp_path, "--dry-run") == 0
+    assert "6 cells, 0 to measure" in capsys.readouterr().out
+    assert (tmp_path / "cells.jsonl").read_text() == kept
     document = json.loads((tmp_path / "sweep.json").read_text())
     assert len(document["cells"]) == 6
     assert document["meta"]["trace_sha256"]
@@ -91,6 +102,9 @@ def test_the_commands_that_need_no_server(tmp_path: Path, capsys: pytest.Capture
     assert "the same tokens in 4 of 4 rows" in capsys.readouterr().out
     assert run("static", *model, "--sizes", "2,4", "--requests", "8", "--out", str(tmp_path)) == 0
     assert "248 issued, 52 useful: 79.0% wasted" in capsys.readouterr().out
+    for command in ("scaling", "static"):
+        assert run(command, *model, "--out", str(tmp_path)) == 2
+        assert "exists: give another --out, or --overwrite" in capsys.readouterr().err
     # What `scaling` fitted is what `sweep` takes.
     assert run("sweep", "--out", str(tmp_path / "s"), "--costs", str(tmp_path / "costs.json"), "--dry-run",
                "--capacity", "1", "--setting", "dynamic:max_batch_size=1") == 0  # fmt: skip
@@ -101,6 +115,73 @@ def test_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
                str(tmp_path)) == 0  # fmt: skip
     assert capsys.readouterr().out.count("| dynamic b8 w20 wait_anchor=idle |") == 3
     assert {path.suffix for path in tmp_path.glob("anchors.*")} == {".md", ".json", ".png", ".svg"}
+    assert run("study", "anchors", "--costs", COSTS, "--num-prompts", "20", "--out", str(tmp_path)) == 2
+    assert "anchors.md exists" in capsys.readouterr().err
+
+
+def test_a_sweep_that_is_interrupted_keeps_what_it_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, cells = Sweep.measure, iter(range(2))
+
+    def press(self: Sweep, cell: Cell) -> CellResult:
+        if next(cells, None) is None:
+            raise KeyboardInterrupt
+        return measure(self, cell)
+
+    monkeypatch.setattr(Sweep, "measure", press)
+    assert sweep(tmp_path) == 130
+    assert "ended early: 2 cells are kept" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "sweep.json").read_text())["cells"]) == 2
+    monkeypatch.undo()
+    with (tmp_path / "cells.jsonl").open("a") as file:
+        file.write('{"key": "a process that was killed')
+    assert sweep(tmp_path, "--resume") == 0
+    assert "6 cells, 4 to measure" in capsys.readouterr().out
+    assert sweep(tmp_path, "--resume") == 0
+    assert "6 cells, 0 to measure" in capsys.readouterr().out
+    (tmp_path / "cells.jsonl").write_text("nonsense\n")
+    assert sweep(tmp_path, "--resume") == 2
+    assert "cells.jsonl, line 1: not a result" in capsys.readouterr().err
+
+
+def test_a_study_that_is_interrupted_shows_what_it_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, runs = VirtualStage.run, iter(range(2))
+
+    def press(self: VirtualStage, setting: Setting, plan: LoadPlan) -> LoadRun:
+        if next(runs, None) is None:
+            raise KeyboardInterrupt
+        return stage(self, setting, plan)
+
+    monkeypatch.setattr(VirtualStage, "run", press)
+    argv = ["study", "anchors", "--costs", COSTS, "--num-prompts", "20", "--capacity", "20", *SHORT]
+    assert run(*argv, "--out", str(tmp_path)) == 130
+    assert capsys.readouterr().out.count("| dynamic b8 w") == 2
+    assert len(json.loads((tmp_path / "anchors.json").read_text())) == 2
+
+
+def test_a_sweep_measures_the_capacity_of_the_batch_sizes_it_sweeps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["sweep", "--out", str(tmp_path), "--costs", COSTS, *SHORT, "--dry-run", "--num-prompts", "20"]
+    assert run(*argv, "--setting", "continuous:max_batch_size=4") == 0
+    printed = capsys.readouterr().out
+    assert printed.count("capacity of dynamic b") == 1
+    assert "capacity of dynamic b4:" in printed
+
+
+def test_a_long_sweep_says_what_would_shorten_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["sweep", "--out", str(tmp_path / "new"), "--engine", "real", "--dry-run"]
+    assert run(*argv, "--capacity", "3", "--slo", "success>=99.9%") == 0
+    printed = capsys.readouterr().out
+    assert "90 cells, 90 to measure: about 430 min" in printed
+    assert "--engine virtual --costs FILE, of `scaling --out` (about 18 min)" in printed
+    assert "success>=99.9% takes at least 2,995 measured requests" in printed
+    assert run(*argv, "--setting", "dynamic:max_batch_size=8") == 0
+    assert "the reference rate is measured first: 116 requests in 1 runs" in capsys.readouterr().out
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_study_of_other_arrivals(capsys: pytest.CaptureFixture[str]) -> None:

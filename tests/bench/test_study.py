@@ -15,16 +15,18 @@ STAGE = VirtualStage(same_for_both(CostModel(tau_s=0.010, alpha_s=0.0005, beta_s
 def rows(
     scenario: Scenario, *settings: Setting, measured: int = 120, predictor: VirtualStage | None = None
 ) -> list[StudyRow]:
-    return run_study(
-        Study("test", (scenario,), settings),
-        STAGE,
-        capacity=30.0,
-        prompts=parse_lengths("fixed:tokens=8"),
-        outputs=parse_lengths("fixed:tokens=10"),
-        warmup=20,
-        measured=measured,
-        seed=1,
-        predictor=predictor,
+    return list(
+        run_study(
+            Study("test", (scenario,), settings),
+            STAGE,
+            capacity=30.0,
+            prompts=parse_lengths("fixed:tokens=8"),
+            outputs=parse_lengths("fixed:tokens=10"),
+            warmup=20,
+            measured=measured,
+            seed=1,
+            predictor=predictor,
+        )
     )
 
 

@@ -33,7 +33,7 @@ def test_the_default_grid() -> None:
 
 def test_cells_are_measured_once_and_resumed(tmp_path: Path) -> None:
     cells = grid([Setting("dynamic", 4, 5.0), Setting("continuous", 4)], 40.0, (0.3, 0.7))
-    first = run_cells(sweep(), cells, Results(tmp_path / "cells.jsonl", resume=False))
+    first = [result for _, result in run_cells(sweep(), cells, Results(tmp_path / "cells.jsonl"))]
     assert [(each.label, each.rate) for each in first] == [
         ("dynamic b4 w5", 12.0),
         ("dynamic b4 w5", 28.0),
@@ -43,7 +43,7 @@ def test_cells_are_measured_once_and_resumed(tmp_path: Path) -> None:
     assert all(each.completed == 60 and not each.invalid for each in first)
     resumed = sweep()
     object.__setattr__(resumed, "measure", None)  # it must not measure again
-    again = run_cells(resumed, cells, Results(tmp_path / "cells.jsonl", resume=True))
+    again = [result for _, result in run_cells(resumed, cells, Results(tmp_path / "cells.jsonl"))]
     assert list(map(str, again)) == list(map(str, first))
 
 

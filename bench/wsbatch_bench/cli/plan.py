@@ -20,7 +20,7 @@ from wsbatch_bench.plan.planner import (
     routers_for,
 )
 from wsbatch_bench.sweep.cell import CellResult
-from wsbatch_bench.sweep.setting import parse_costs, parse_setting
+from wsbatch_bench.sweep.setting import check_costs, parse_costs, parse_setting
 from wsbatch_bench.sweep.slo import parse_slo
 
 NONE = 4
@@ -116,8 +116,7 @@ def _planner(arguments: argparse.Namespace) -> Planner:
     """Raises ValueError or OSError."""
     setting = parse_setting(arguments.setting)
     costs = parse_costs(arguments.cost_model)
-    if setting.scheduler not in costs:
-        raise ValueError(f"{arguments.cost_model} has no costs of the {setting.scheduler} scheduler")
+    check_costs(costs, [setting], name=arguments.cost_model)
     trace = read_trace(arguments)
     if trace.closed is not None:
         raise ValueError(f"--arrivals is {trace.arrivals}: a rate needs an open loop")

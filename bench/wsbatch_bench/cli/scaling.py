@@ -7,17 +7,28 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch.engine.open import make_scheduler
 from wsbatch.messages import SamplingParams
-from wsbatch_bench.cli.flags import add_model_flags, add_sampling, engine_config, read_costs, read_sampling, sizes
+from wsbatch_bench.cli.flags import (
+    add_model_flags,
+    add_overwrite,
+    add_sampling,
+    engine_config,
+    prepare_files,
+    read_costs,
+    read_sampling,
+    sizes,
+)
 from wsbatch_bench.load.trace import draw_trace
 from wsbatch_bench.numbers import TOKENS, Number
 from wsbatch_bench.sampling import GREEDY, shown
 from wsbatch_bench.steps.bare_loop import load_bare
 from wsbatch_bench.steps.engine_run import run_engine
 from wsbatch_bench.steps.scaling import Scaling, batch_requests, draw_scaling, measure_scaling
+from wsbatch_bench.sweep.setting import Setting, check_costs, parse_costs
 
 _LARGEST_CHUNK = 4096
 
@@ -66,13 +77,18 @@ def add_command(commands: Commands) -> None:
     )
     parser.add_argument("--no-check", dest="check", action="store_false", help="do not run the server's loop")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write CSV, costs and the chart there")
+    add_overwrite(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; 3 where the server's loop gives other tokens."""
     try:
-        costs = read_costs(arguments)[arguments.scheduler]
+        prepare_files(arguments, f"scaling-{arguments.scheduler}.csv")
+        known = _known_costs(arguments.out)
+        own = read_costs(arguments)
+        check_costs(own, [Setting(arguments.scheduler, 1)], name=arguments.costs)
+        costs = own[arguments.scheduler]
         if arguments.cpu_time and arguments.model == "simulated":
             raise ValueError("--cpu-time with the simulated model: its steps take no CPU")
         largest = max(arguments.sizes)
@@ -112,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
     if beside is not None:
         print("\n".join(["", *_beside_lines(scaling, beside, shown(sampling))]))
     if arguments.out is not None:
-        _save(arguments, scalings, sampling, description)
+        _save(arguments, scalings, sampling, description, known)
     if not arguments.check:
         return 0
     requests = batch_requests(largest, arguments.prompt_tokens, arguments.output_tokens, prompts)
@@ -155,12 +171,25 @@ def _beside_lines(greedy: Scaling, beside: Scaling, name: str) -> list[str]:
     return [*lines, "", ", ".join(f"{cost} {1000 * interval.value:.3f} ms" for cost, interval in costs)]
 
 
+def _known_costs(out: Path | None) -> dict[str, Any]:
+    """What the folder's file of costs holds, of the other scheduler perhaps. Raises ValueError or OSError."""
+    path = None if out is None else out / "costs.json"
+    if path is None or not path.exists():
+        return {}
+    known: dict[str, Any] = json.loads(path.read_text())
+    parse_costs(str(path))
+    return known
+
+
 def _save(
-    arguments: argparse.Namespace, scalings: Sequence[Scaling], sampling: SamplingParams, description: str
+    arguments: argparse.Namespace,
+    scalings: Sequence[Scaling],
+    sampling: SamplingParams,
+    description: str,
+    known: dict[str, Any],
 ) -> None:
     scaling = scalings[0]
     out: Path = arguments.out
-    out.mkdir(parents=True, exist_ok=True)
     name = arguments.scheduler
     with (out / f"scaling-{name}.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -170,7 +199,6 @@ def _save(
                 values = (point.step_s, each.fit.decode_s(point.batch), point.goodput, point.speedup, point.efficiency)
                 writer.writerow([shown(how), point.batch, *(f"{value:.6g}" for value in values)])
     path = out / "costs.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
     fit = scaling.fit
     known[name] = {key: getattr(fit.costs, key) for key in ("tau_s", "alpha_s", "beta_s")} | {
         "intervals": {key: [getattr(fit, key).low, getattr(fit, key).high] for key in ("tau_s", "alpha_s", "beta_s")},

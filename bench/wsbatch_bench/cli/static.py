@@ -9,14 +9,23 @@ from pathlib import Path
 
 from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch.messages import SamplingParams
-from wsbatch_bench.cli.flags import add_model_flags, add_sampling, engine_config, read_costs, read_sampling, sizes
+from wsbatch_bench.cli.flags import (
+    add_model_flags,
+    add_overwrite,
+    add_sampling,
+    engine_config,
+    prepare_files,
+    read_costs,
+    read_sampling,
+    sizes,
+)
 from wsbatch_bench.load.specs import DEFAULT_OUTPUTS, Lengths, parse_lengths
 from wsbatch_bench.load.trace import Trace, draw_trace
 from wsbatch_bench.numbers import BATCH, COUNT, SEED, TOKENS
 from wsbatch_bench.sampling import GREEDY
 from wsbatch_bench.steps.bare_loop import BareModel, LoopRequest, load_bare, sampled
 from wsbatch_bench.steps.static_batch import BatchCost, draw_timeline, draw_waste, measure_batches, pooled_waste
-from wsbatch_bench.sweep.setting import Setting
+from wsbatch_bench.sweep.setting import Setting, check_costs
 
 _DESCRIPTION = """\
 Account for batches that run to completion, in this process: decode slots issued and useful, and
@@ -56,6 +65,7 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--seed", type=SEED.flag, default=0, metavar="N", help="default: 0")
     add_sampling(parser, beside=True)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write CSV, JSON and charts there")
+    add_overwrite(parser)
     parser.set_defaults(run=run)
 
 
@@ -63,7 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and print; the exit status."""
     sampling = read_sampling(arguments)
     try:
+        prepare_files(arguments, "static.csv", "static.json")
         costs = read_costs(arguments)
+        check_costs(costs, [Setting(name, 1) for name in ("dynamic", "continuous")], name=arguments.costs)
         config = engine_config(arguments, scheduler="dynamic")
         bare = load_bare(config, costs=costs["dynamic"])
         prompts = draw_trace(1, seed=arguments.seed)
@@ -153,7 +165,6 @@ def _save(
     arguments: argparse.Namespace, description: str, stated: dict[str, BatchCost], measured: dict[int, list[BatchCost]]
 ) -> None:
     out: Path = arguments.out
-    out.mkdir(parents=True, exist_ok=True)
     with (out / "static.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["size", "batch", "output_tokens", "ended_s", "hol_delay_s", "hol_inflation", "waste_fraction"])

@@ -2,22 +2,35 @@
 
 import argparse
 import platform
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 
 from wsbatch.cli.parsing import Commands, add_parser, say_error
+from wsbatch.cli.streams import INTERRUPTED
 from wsbatch.model.simulated import DEFAULT_COSTS
-from wsbatch_bench.cli.flags import JOBS, WORKLOAD_HELP, add_workload, read_trace, read_warmups
+from wsbatch_bench.cli.flags import (
+    JOBS,
+    LONG_S,
+    WORKLOAD_HELP,
+    add_overwrite,
+    add_request_timeout,
+    add_workload,
+    prepare_files,
+    read_trace,
+    read_warmups,
+    span,
+)
 from wsbatch_bench.load.specs import DEFAULT_OUTPUTS, DEFAULT_PROMPTS
 from wsbatch_bench.numbers import RATE, Number, numbers
-from wsbatch_bench.sweep.cell import CellResult
+from wsbatch_bench.sweep.cell import Cell, CellResult
 from wsbatch_bench.sweep.choose import choice_lines, choose
 from wsbatch_bench.sweep.grid import FRACTIONS, Results, Sweep, grid, run_cells
 from wsbatch_bench.sweep.setting import (
-    BATCH_SIZES,
     Costs,
     Setting,
+    check_costs,
     costs_json,
     default_grid,
     parse_costs,
@@ -26,7 +39,9 @@ from wsbatch_bench.sweep.setting import (
 )
 from wsbatch_bench.sweep.slo import parse_slo
 from wsbatch_bench.sweep.stage import RealStage, Stage, VirtualStage
+from wsbatch_bench.trio_run import Unreachable
 
+_FEWEST = 40  # requests of a cell that can be judged at all
 _FRACTION = Number(0.001, 1000)
 
 _DESCRIPTION = """\
@@ -74,6 +89,8 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--slo", type=_slo, metavar="SLO", help="choose a setting and mark it; see `choose`")
     parser.add_argument("--jobs", type=JOBS.flag, default=1, metavar="N", help="virtual: cells at once (default: 1)")
     parser.add_argument("--resume", action="store_true", help="keep the cells that are already in DIR")
+    add_overwrite(parser)
+    add_request_timeout(parser)
     parser.add_argument("--dry-run", action="store_true", help="list the cells and the time they will take")
     # Zero failures of fewer than 299 do not show that 99 % succeed.
     add_workload(parser, measured=300)
@@ -84,43 +101,54 @@ def run(arguments: argparse.Namespace) -> int:
     """Sweep; the exit status."""
     try:
         costs = parse_costs(arguments.costs) if arguments.costs else None
-        sweep = _sweep(arguments, costs)
+        settings = arguments.setting or default_grid()
+        sweep = _sweep(arguments, costs, settings)
+        results = _results(arguments)
     except (ValueError, OSError) as error:
         say_error("wsbatch-bench sweep", error)
         return 2
-    out: Path = arguments.out
-    out.mkdir(parents=True, exist_ok=True)
-    settings = arguments.setting or default_grid()
-    results = Results(out / "cells.jsonl", resume=arguments.resume)
-    if arguments.dry_run and arguments.capacity is None and arguments.engine == "real":
-        print("the reference rate would be measured first (give --capacity to see the schedule):")
-    capacity = arguments.capacity or _capacity(sweep, results, dry_run=arguments.dry_run)
-    cells = grid(settings, capacity, arguments.fractions)
-    left = [cell for cell in cells if results.get(sweep.key(cell)) is None]
-    print(
-        f"{len(cells)} cells, {len(left)} to measure: about {_span(sum(map(sweep.estimate_s, left)) / arguments.jobs)}"
-    )
-    if arguments.dry_run:
-        for cell in cells:
-            print(f"  {cell.setting.label:40} {cell.rate:8.4g} requests/s  {_span(sweep.estimate_s(cell)):>8}")
-        return 0
-    sweep.trace.save(out / "trace.jsonl")
-    done = run_cells(
-        sweep, cells, results, jobs=arguments.jobs, on_result=lambda _, result: print(_line(result), flush=True)
-    )
-    choice = choose(done, arguments.slo) if arguments.slo else None
+    done: dict[int, CellResult] = {}
+    capacity, status = arguments.capacity, 0
+    try:
+        capacity = capacity or _capacity(sweep, results, settings, dry_run=arguments.dry_run)
+        cells = grid(settings, capacity, arguments.fractions)
+        print("\n".join(_plan_lines(arguments, sweep, cells, results)), flush=True)
+        if arguments.dry_run:
+            return 0
+        sweep.trace.save(arguments.out / "trace.jsonl")
+        for index, result in run_cells(sweep, cells, results, jobs=arguments.jobs):
+            done[index] = result
+            print(_line(result), flush=True)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except (*Unreachable, RuntimeError) as error:
+        say_error("wsbatch-bench sweep", error)
+        status = 1
+    if status:
+        print(f"ended early: {len(done)} cells are kept in {arguments.out}; --resume measures the others", flush=True)
+    if done:
+        _write(arguments, _meta(arguments, sweep, capacity, costs), [done[index] for index in sorted(done)])
+    return status
+
+
+def _write(arguments: argparse.Namespace, meta: dict[str, object], cells: list[CellResult]) -> None:
     # Here, because matplotlib takes a second to import.
     from wsbatch_bench.sweep.files import SweepDocument
 
-    document = SweepDocument(_meta(arguments, sweep, capacity, costs), done)
-    names = document.write(out, choice)
+    choice = choose(cells, arguments.slo) if arguments.slo else None
+    document = SweepDocument(meta, cells)
+    names = document.write(arguments.out, choice)
     if choice is not None:
         print("\n".join(choice_lines(choice, document.meta)))
-    print(f"written to {out}: {', '.join(names)}")
-    return 0
+    print(f"written to {arguments.out}: {', '.join(names)}")
 
 
-def _sweep(arguments: argparse.Namespace, costs: Costs | None) -> Sweep:
+def _sweep(arguments: argparse.Namespace, costs: Costs | None, settings: Sequence[Setting]) -> Sweep:
+    """Raises ValueError or OSError."""
+    if arguments.engine == "real" and arguments.jobs > 1:
+        raise ValueError(f"--jobs is {arguments.jobs}: must be 1 where the machine itself is measured")
+    if costs is not None:
+        check_costs(costs, settings, name=arguments.costs)
     stage: Stage
     if arguments.engine == "virtual":
         stage, predictor = VirtualStage(costs or same_for_both(DEFAULT_COSTS)), None
@@ -129,22 +157,86 @@ def _sweep(arguments: argparse.Namespace, costs: Costs | None) -> Sweep:
             RealStage(arguments.model, tuple(arguments.serve_flag)),
             VirtualStage(costs) if costs else None,
         )
-    return Sweep(stage, read_trace(arguments), read_warmups(arguments, 1.0), arguments.num_prompts, predictor)
+    warmup = read_warmups(arguments, 1.0)
+    timeout_s = arguments.request_timeout_s if arguments.engine == "real" else inf
+    return Sweep(stage, read_trace(arguments), warmup, arguments.num_prompts, predictor, timeout_s)
 
 
-def _capacity(sweep: Sweep, results: Results, *, dry_run: bool) -> float:
-    """The capacity of the best dynamic setting: a full batch always waiting, for every batch size."""
+def _results(arguments: argparse.Namespace) -> Results:
+    """The results so far, of the cells that `--out` may keep. Raises ValueError or OSError."""
+    path: Path = arguments.out / "cells.jsonl"
+    if arguments.dry_run:
+        return Results(path)
+    if arguments.resume and arguments.overwrite:
+        raise ValueError("--resume and --overwrite: only one of them")
+    prepare_files(arguments)
+    if arguments.overwrite:
+        path.unlink(missing_ok=True)
+    results = Results(path)
+    if not arguments.resume and (len(results) or (arguments.out / "sweep.json").exists()):
+        raise ValueError(
+            f"{arguments.out} holds {len(results)} results: --resume keeps them and measures what is missing, "
+            "--overwrite begins anew"
+        )
+    return results
+
+
+def _capacity(sweep: Sweep, results: Results, settings: Sequence[Setting], *, dry_run: bool) -> float:
+    """The capacity of the best dynamic setting: a full batch always waiting, for every batch size that is swept."""
+    sizes = sorted({setting.max_batch_size for setting in settings})
+    keys = {size: f"capacity {size} {sweep.trace.sha256} {sweep.stage!r}" for size in sizes}
+    real = sweep.stage.name == "real"
+    if real and (missing := [size for size in sizes if results.get(keys[size]) is None]):
+        requests = sum(map(sweep.probe_requests, missing))
+        print(
+            f"the reference rate is measured first: {requests:,} requests in {len(missing)} runs, each with a full "
+            "batch always waiting (--capacity R does without)",
+            flush=True,
+        )
     best = 0.0
-    for size in BATCH_SIZES:
-        key = f"capacity {size} {sweep.trace.sha256} {sweep.stage!r}"
-        known = results.get(key)
-        if known is None and not (dry_run and sweep.stage.name == "real"):
+    for size in sizes:
+        known = results.get(keys[size])
+        if known is None and not (dry_run and real):
             known = sweep.capacity(Setting("dynamic", size))
-            results.put(key, known)
+            if not dry_run:
+                results.put(keys[size], known)
         if known is not None:
             print(f"capacity of dynamic b{size}: {known:.4g} requests/s", flush=True)
         best = max(best, known or 0.0)
     return best or 1.0
+
+
+def _plan_lines(arguments: argparse.Namespace, sweep: Sweep, cells: Sequence[Cell], results: Results) -> list[str]:
+    """What is to be measured, how long that takes, what would shorten it, and what it will not show."""
+    left = [cell for cell in cells if results.get(sweep.key(cell)) is None]
+    takes_s = sum(map(sweep.estimate_s, left)) / arguments.jobs
+    lines = [f"{len(cells)} cells, {len(left)} to measure: about {span(takes_s)}"]
+    if takes_s > LONG_S:
+        lines.append(f"shorter: {_shorter(arguments, sweep, left, takes_s)}")
+    if arguments.slo is not None:
+        lines += arguments.slo.lacking(sweep.measured)
+    if arguments.dry_run:
+        lines += [
+            f"  {cell.setting.label:40} {cell.rate:8.4g} requests/s  {span(sweep.estimate_s(cell)):>8}"
+            for cell in cells
+        ]
+    return lines
+
+
+def _shorter(arguments: argparse.Namespace, sweep: Sweep, left: Sequence[Cell], takes_s: float) -> str:
+    fewer = max(1, int(sweep.measured * LONG_S / takes_s))
+    ways = ["fewer cells (--setting, --fractions)"]
+    if fewer >= _FEWEST:
+        ways.append(f"--num-prompts {fewer} (about {span(LONG_S)})")
+    if arguments.engine == "real":
+        virtual = Sweep(VirtualStage(same_for_both(DEFAULT_COSTS)), sweep.trace, sweep.warmup, sweep.measured)
+        ways.append(
+            f"--engine virtual --costs FILE, of `scaling --out` (about {span(sum(map(virtual.estimate_s, left)))}), "
+            "and then the best few on the real one"
+        )
+    elif arguments.jobs == 1:
+        ways.append("--jobs 2, and more where there are cores")
+    return "; ".join(ways) + ". Ctrl-C keeps what is measured, --resume goes on"
 
 
 def _meta(arguments: argparse.Namespace, sweep: Sweep, capacity: float, costs: Costs | None) -> dict[str, object]:
@@ -187,10 +279,6 @@ def _line(result: CellResult) -> str:
         f"TTFT p95 {result.ttft_p95_s:7.3g} s  e2e p95 {result.e2e_p95_s:7.3g} s  "
         f"slots {result.slot_utilization:5.1%}  {', '.join(notes)}"
     )
-
-
-def _span(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _setting(text: str) -> Setting:

@@ -1,6 +1,7 @@
 """One way to run the server, which a sweep varies and `choose` picks from; and the step costs of a simulated model."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,13 @@ def _some_cost(costs: CostModel) -> CostModel:
     if costs.tau_s + costs.alpha_s == 0:
         raise ValueError("costs: tau_ms and alpha_ms are 0: a decode step must take some time")
     return costs
+
+
+def check_costs(costs: Costs, settings: Iterable[Setting], *, name: str) -> None:
+    """Raise ValueError where a setting's scheduler has no costs; `name` is what they were read from."""
+    for scheduler in sorted({setting.scheduler for setting in settings}):
+        if scheduler not in costs:
+            raise ValueError(f"{name} has no costs of the {scheduler} scheduler")
 
 
 def costs_json(costs: Costs) -> dict[str, Any]:

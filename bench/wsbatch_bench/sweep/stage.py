@@ -19,6 +19,7 @@ from wsbatch_bench.load.http_client import dial_url
 from wsbatch_bench.load.server import server_process, wsbatch_command
 from wsbatch_bench.load.target import WebSocketTarget, open_websocket_target
 from wsbatch_bench.sweep.setting import Costs, Setting
+from wsbatch_bench.trio_run import run_trio
 
 _T = TypeVar("_T")
 _HOST = "virtual"
@@ -73,7 +74,7 @@ class RealStage:
 
         command = wsbatch_command("serve", "--model", self.model, *setting.measuring_flags(), *self.flags)
         with server_process(command) as server:
-            return trio.run(load_url, server.url, plan)
+            return run_trio(load_url, server.url, plan)
 
 
 async def load_url(url: str, plan: LoadPlan) -> LoadRun:
@@ -123,7 +124,7 @@ async def open_virtual_target(
 def run_virtual(function: Callable[..., Awaitable[_T]], *args: Any) -> _T:
     """`trio.run` on a clock that jumps whenever everybody waits, with the same order of tasks every time."""
     _make_deterministic()
-    return trio.run(function, *args, clock=MockClock(autojump_threshold=0))
+    return run_trio(function, *args, clock=MockClock(autojump_threshold=0))
 
 
 def _make_deterministic() -> None:

@@ -1,8 +1,8 @@
 """Studies of waiting: the same trace through several settings, compared request by request."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from pathlib import Path
 from statistics import fmean
 
@@ -11,6 +11,7 @@ from wsbatch_bench.load.specs import Lengths, parse_arrivals
 from wsbatch_bench.load.summary import Summary, summarise
 from wsbatch_bench.load.trace import draw_trace
 from wsbatch_bench.quantiles import Interval, mean_interval
+from wsbatch_bench.sweep.grid import real_run_s, virtual_run_s
 from wsbatch_bench.sweep.setting import Setting
 from wsbatch_bench.sweep.stage import Stage
 
@@ -95,26 +96,42 @@ def run_study(
     measured: int,
     seed: int,
     predictor: Stage | None = None,
-    on_row: Callable[[StudyRow], None] = lambda row: None,
-) -> list[StudyRow]:
-    """Run it. `capacity` is the reference rate in requests a second."""
-    rows: list[StudyRow] = []
+    request_timeout_s: float = inf,
+) -> Iterator[StudyRow]:
+    """Run it; each row as it comes. `capacity` is the reference rate in requests a second."""
     for scenario in study.scenarios:
         trace = draw_trace(
             2 * (warmup + measured), parse_arrivals(scenario.arrivals), prompts=prompts, outputs=outputs, seed=seed
         )
-        plan = LoadPlan(trace=trace, rate=scenario.fraction * capacity, warmup=warmup, measured=measured)
+        plan = LoadPlan(
+            trace=trace,
+            rate=scenario.fraction * capacity,
+            warmup=warmup,
+            measured=measured,
+            request_timeout_s=request_timeout_s,
+        )
         base: LoadRun | None = None
         for setting in study.settings:
             run = stage.run(setting, plan)
             base = base or run
             row = StudyRow(scenario.name, setting, summarise(run), paired_change(base, run))
             if predictor is not None:
-                predicted = summarise(predictor.run(setting, plan))
+                predicted = summarise(predictor.run(setting, replace(plan, request_timeout_s=inf)))
                 row = replace(row, predicted_mean_s=predicted.e2e.mean, predicted_p95_s=predicted.e2e.p95.value)
-            rows.append(row)
-            on_row(row)
-    return rows
+            yield row
+
+
+def study_estimate_s(
+    study: Study, stage: Stage, *, capacity: float, outputs: Lengths, requests: int, predicted: bool
+) -> float:
+    """How long it will take on this machine. A closed loop goes about as fast as the reference rate."""
+    virtual_s = virtual_run_s(requests * outputs.mean)
+    total_s = 0.0
+    for scenario in study.scenarios:
+        rate = capacity if parse_arrivals(scenario.arrivals).closed else scenario.fraction * capacity
+        run_s = virtual_s if stage.name == "virtual" else real_run_s(requests / rate, outputs.values[-1])
+        total_s += len(study.settings) * (run_s + (virtual_s if predicted else 0.0))
+    return total_s
 
 
 def paired_change(base: LoadRun, run: LoadRun) -> Interval:
