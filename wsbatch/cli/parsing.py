@@ -38,6 +38,12 @@ class Parser(argparse.ArgumentParser):
         # A script that relies on an abbreviation breaks when a flag is added.
         super().__init__(allow_abbrev=False, **options)
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # argparse takes the `--` of `--flag=--` for the end of flags, and makes a list of what is left: nothing.
+        if action.option_strings and arg_strings == ["--"]:
+            raise argparse.ArgumentError(action, "is '--': must be a value")
+        return super()._get_values(action, arg_strings)
+
     def error(self, message: str) -> NoReturn:
         """Print the error and exit with 2."""
         say_error(self.prog, message)

@@ -21,13 +21,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(argv: Sequence[str] | None) -> int:
     try:
-        # Here, because the base install brings this package, but not the libraries that it needs.
-        from wsbatch_bench.cli import calibrate, choose, compare, load, plan, scaling, static, study, sweep
+        parser = make_parser()
     except ModuleNotFoundError as error:
         say_error("wsbatch-bench", f"{error.name} is not installed: the bench needs `pip install 'wsbatch[bench]'`")
         return 1
+    return run_parsed(parser, argv)
+
+
+def make_parser() -> Parser:
+    """The parser of every command. Raises ModuleNotFoundError without the extra."""
+    # Here, because the base install brings this package, but not the libraries that it needs.
+    from wsbatch_bench.cli import calibrate, choose, compare, load, plan, scaling, static, study, sweep
+
     parser = Parser(prog="wsbatch-bench", description=_DESCRIPTION, formatter_class=help_format)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in (load, compare, calibrate, sweep, choose, study, static, scaling, plan):
         command.add_command(commands)
-    return run_parsed(parser, argv)
+    return parser
