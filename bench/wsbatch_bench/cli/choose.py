@@ -1,17 +1,22 @@
-"""`wsbatch-bench choose`: a setting for an SLO."""
+"""`wsbatch-bench choose`: a setting for an SLO, from a sweep or for a stated rate."""
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wsbatch.cli.parsing import Commands, add_parser, say_error
+from wsbatch.cli.parsing import Commands, Parser, add_parser, say_error
+from wsbatch.cli.streams import INTERRUPTED
+from wsbatch_bench.cli.choose_rate import add_rate_flags, run_rate
+from wsbatch_bench.cli.flags import WORKLOAD_HELP
 from wsbatch_bench.load.trace import load_trace
 from wsbatch_bench.numbers import Number
+from wsbatch_bench.sweep.cell import Cell, CellResult
 from wsbatch_bench.sweep.choose import choice_lines, choose, refine
 from wsbatch_bench.sweep.grid import Sweep
 from wsbatch_bench.sweep.setting import parse_costs_json
-from wsbatch_bench.sweep.slo import parse_slo
+from wsbatch_bench.sweep.slo import Slo, parse_slo
 from wsbatch_bench.sweep.stage import RealStage, Stage, VirtualStage
+from wsbatch_bench.trio_run import Unreachable
 
 if TYPE_CHECKING:
     from wsbatch_bench.sweep.files import SweepDocument
@@ -20,56 +25,96 @@ NONE, UNDECIDED = 4, 5
 _CELLS = Number(0, 1000, whole=True)
 
 _DESCRIPTION = """\
-Pick the setting that carries the highest rate within an SLO, from a sweep. A rate counts where the
-SLO certainly holds, by the bounds of what was measured; ties go to the smaller batch, then to the
-shorter wait. What the measurements cannot tell is called undecided.
+Pick a setting for an SLO. Of a sweep, the one that carries the highest rate within it; with --rate,
+the cheapest one that carries this rate, from the model's step costs in virtual time. A rate counts
+where the SLO certainly holds, by the bounds of what was measured; ties go to the smaller batch, then
+to the shorter wait. What the measurements cannot tell is called undecided.
 """
 
 _EPILOG = f"""\
 SLO: conditions that must all hold, of e2e_p95, ttft_p95, tpot_p95 (s or ms) and success (%):
   "e2e_p95<=5s,ttft_p95<=1s,success>=99%"
-
+{WORKLOAD_HELP}
 examples:
   wsbatch-bench choose sweep --slo "e2e_p95<=5s,ttft_p95<=1s,success>=99%"
   wsbatch-bench choose sweep --slo "ttft_p95<=500ms" --refine 6      measure six more cells where it matters
+  wsbatch-bench choose --rate 3 --slo "ttft_p95<=500ms"              measures the demo model's step costs first
+  wsbatch-bench choose --rate 3 --slo "ttft_p95<=500ms" --costs scaling/costs.json --confirm 300
 
-exit statuses: 0 chosen; 2 bad usage; {NONE} no setting meets the SLO; {UNDECIDED} none certainly does, some may
+exit statuses: 0 chosen; 1 the server that should confirm it did not start, or was lost; 2 bad usage; {NONE} no
+setting meets the SLO; {UNDECIDED} none certainly does, some may; {INTERRUPTED} interrupted
 """
 
 
 def add_command(commands: Commands) -> None:
     """Add `choose` to the command line."""
     parser = add_parser(commands, "choose", help="pick a setting for an SLO", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("sweep", type=Path, metavar="DIR", help="where `sweep --out` wrote to")
+    parser.add_argument("sweep", nargs="?", type=Path, metavar="DIR", help="where `sweep --out` wrote to")
     parser.add_argument("--slo", required=True, metavar="SLO", help="the conditions")
-    parser.add_argument("--refine", type=_CELLS.flag, default=0, metavar="N", help="measure N more cells (default: 0)")
-    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--refine", type=_CELLS.flag, default=0, metavar="N", help="of a sweep: measure N more cells (default: 0)"
+    )
+    add_rate_flags(parser)
+    parser.set_defaults(run=lambda arguments: run(arguments, parser))
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, parser: Parser) -> int:
     """Choose; the exit status."""
-    # Here, because matplotlib takes a second to import.
-    from wsbatch_bench.sweep.files import SweepDocument, read_sweep
-
     try:
         slo = parse_slo(arguments.slo)
-        document = read_sweep(arguments.sweep)
+        _check_mode(arguments, parser)
+        if arguments.rate is not None:
+            return run_rate(arguments, slo)
+        return _run_sweep(arguments, slo)
     except (ValueError, OSError) as error:
         say_error("wsbatch-bench choose", error)
         return 2
+
+
+def _check_mode(arguments: argparse.Namespace, parser: Parser) -> None:
+    """Raise ValueError where flags of the one way to choose are given with the other."""
+    if (arguments.sweep is None) == (arguments.rate is None):
+        raise ValueError("either DIR, of a sweep, or --rate is required")
+    if arguments.rate is not None and arguments.refine:
+        raise ValueError("--refine goes with DIR, the sweep that it adds to")
+    if arguments.sweep is not None:
+        for name, value in vars(arguments).items():
+            if name not in ("sweep", "slo", "refine", "run") and value != parser.get_default(name):
+                raise ValueError(f"--{name.replace('_', '-')} goes with --rate: a sweep has its own")
+
+
+def _run_sweep(arguments: argparse.Namespace, slo: Slo) -> int:
+    # Here, because matplotlib takes a second to import.
+    from wsbatch_bench.sweep.files import SweepDocument, read_sweep
+
+    document = read_sweep(arguments.sweep)
+    status = 0
     if arguments.refine:
-        cells = refine(document.cells, slo, _sweep(document, arguments.sweep).measure, rounds=arguments.refine)
+        sweep = _sweep(document, arguments.sweep)
+        cells = list(document.cells)
+
+        def measure(cell: Cell) -> CellResult:
+            cells.append(sweep.measure(cell))
+            return cells[-1]
+
+        try:
+            refine(document.cells, slo, measure, rounds=arguments.refine)
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+        except (*Unreachable, RuntimeError) as error:
+            say_error("wsbatch-bench choose", error)
+            status = 1
         document = SweepDocument(document.meta, cells)
     choice = choose(document.cells, slo)
     document.write(arguments.sweep, choice)
     print("\n".join(choice_lines(choice, document.meta)))
-    if choice.chosen is not None:
-        return 0
+    if status or choice.chosen is not None:
+        return status
     return UNDECIDED if choice.undecided else NONE
 
 
 def _sweep(document: "SweepDocument", out: Path) -> Sweep:
-    """The sweep that the document came from, to measure more of it."""
+    """The sweep that the document came from, to measure more of it. Raises ValueError or OSError."""
     meta = document.meta
     costs = None if meta["costs"] is None else parse_costs_json(meta["costs"])
     predictor = VirtualStage(costs) if costs is not None else None

@@ -117,19 +117,23 @@ def _planner(arguments: argparse.Namespace) -> Planner:
     setting = parse_setting(arguments.setting)
     costs = parse_costs(arguments.cost_model)
     check_costs(costs, [setting], name=arguments.cost_model)
+    workload = read_workload(arguments)
+    return Planner(costs, setting, parse_slo(arguments.slo), workload, arguments.num_prompts, arguments.seed)
+
+
+def read_workload(arguments: argparse.Namespace) -> Workload:
+    """What is asked at any rate, as the flags say. Raises ValueError or OSError."""
     trace = read_trace(arguments)
     if trace.closed is not None:
         raise ValueError(f"--arrivals is {trace.arrivals}: a rate needs an open loop")
     if arguments.trace is None:
         lengths = parse_lengths(trace.prompts), parse_lengths(trace.outputs)
-        workload = Workload(parse_arrivals(trace.arrivals), *lengths)
-    else:
-        lengths = (
-            lengths_of(trace.prompts, [entry.prompt_tokens for entry in trace.entries]),
-            lengths_of(trace.outputs, [entry.output_tokens for entry in trace.entries]),
-        )
-        workload = Workload(None, *lengths, replay=trace)
-    return Planner(costs, setting, parse_slo(arguments.slo), workload, arguments.num_prompts, arguments.seed)
+        return Workload(parse_arrivals(trace.arrivals), *lengths)
+    lengths = (
+        lengths_of(trace.prompts, [entry.prompt_tokens for entry in trace.entries]),
+        lengths_of(trace.outputs, [entry.output_tokens for entry in trace.entries]),
+    )
+    return Workload(None, *lengths, replay=trace)
 
 
 _COLUMNS = (

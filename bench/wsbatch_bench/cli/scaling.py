@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from wsbatch.batching.costs import CostModel
 from wsbatch.cli.parsing import Commands, add_parser, say_error
 from wsbatch.engine.open import make_scheduler
 from wsbatch.messages import SamplingParams
@@ -83,6 +84,8 @@ def add_command(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; 3 where the server's loop gives other tokens."""
+    sizes: tuple[int, ...] = arguments.sizes
+    prompt_tokens, output_tokens = arguments.prompt_tokens, arguments.output_tokens
     try:
         prepare_files(arguments, f"scaling-{arguments.scheduler}.csv")
         known = _known_costs(arguments.out)
@@ -91,39 +94,22 @@ def run(arguments: argparse.Namespace) -> int:
         costs = own[arguments.scheduler]
         if arguments.cpu_time and arguments.model == "simulated":
             raise ValueError("--cpu-time with the simulated model: its steps take no CPU")
-        largest = max(arguments.sizes)
-        # Rows of the largest batch must fit a paged pool all at once.
-        config = engine_config(
+        sampling = read_sampling(arguments)
+        description, scalings = measure_model(
             arguments,
-            max_batch_size=largest,
-            max_batch_total_tokens=max(32_768, 2 * largest * (2 * arguments.prompt_tokens + arguments.output_tokens)),
-            # Rows must not end before the last of them decodes: prompts go in few steps, of a size that memory holds.
-            prefill_chunk_tokens=_LARGEST_CHUNK,
-            max_batch_prefill_tokens=_LARGEST_CHUNK,
+            arguments.scheduler,
+            costs,
+            sizes=sizes,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            rounds=arguments.rounds,
+            samplings=[GREEDY] if sampling == GREEDY else [GREEDY, sampling],
+            cpu_time=arguments.cpu_time,
         )
-        bare = load_bare(config, costs=costs)
     except (ValueError, OSError) as error:
         say_error("wsbatch-bench scaling", error)
         return 2
-    prompts = draw_trace(1).prompt_ids
-    sampling = read_sampling(arguments)
-    try:
-        scalings = measure_scaling(
-            bare.model,
-            lambda size: make_scheduler(replace(config, max_batch_size=size), now_s=0.0),
-            sizes=arguments.sizes,
-            prompt_tokens=arguments.prompt_tokens,
-            output_tokens=arguments.output_tokens,
-            rounds=arguments.rounds,
-            clock=time.process_time if arguments.cpu_time else bare.clock,
-            make_prompt=prompts,
-            samplings=[GREEDY] if sampling == GREEDY else [GREEDY, sampling],
-        )
-    except ValueError as error:
-        say_error("wsbatch-bench scaling", error)
-        return 2
     scaling, beside = scalings[0], scalings[1] if len(scalings) > 1 else None
-    description = f"{bare.description}{', seconds of CPU' if arguments.cpu_time else ''}"
     print("\n".join([description, "", *_lines(scaling, arguments.efficiency)]))
     if beside is not None:
         print("\n".join(["", *_beside_lines(scaling, beside, shown(sampling))]))
@@ -131,11 +117,54 @@ def run(arguments: argparse.Namespace) -> int:
         _save(arguments, scalings, sampling, description, known)
     if not arguments.check:
         return 0
-    requests = batch_requests(largest, arguments.prompt_tokens, arguments.output_tokens, prompts)
+    largest = max(sizes)
+    requests = batch_requests(largest, prompt_tokens, output_tokens, draw_trace(1).prompt_ids)
     served = run_engine(engine_config(arguments, max_batch_size=largest), [requests], costs=costs)[0]
     same = sum(ours == theirs for ours, theirs in zip(scaling.outputs[largest], served.outputs, strict=True))
     print(f"\nthe server's loop gives the same tokens in {same} of {largest} rows")
     return 0 if same == largest else 3
+
+
+def measure_model(
+    arguments: argparse.Namespace,
+    scheduler: str,
+    costs: CostModel,
+    *,
+    sizes: tuple[int, ...],
+    prompt_tokens: int,
+    output_tokens: int,
+    rounds: int,
+    samplings: Sequence[SamplingParams] = (GREEDY,),
+    cpu_time: bool = False,
+) -> tuple[str, list[Scaling]]:
+    """Load the model that the flags name, and measure it under this scheduler: its description, and a curve for each.
+
+    `costs` are the simulated model's. Raises ValueError or OSError.
+    """
+    largest = max(sizes)
+    # Rows of the largest batch must fit a paged pool all at once.
+    config = engine_config(
+        arguments,
+        scheduler=scheduler,
+        max_batch_size=largest,
+        max_batch_total_tokens=max(32_768, 2 * largest * (2 * prompt_tokens + output_tokens)),
+        # Rows must not end before the last of them decodes: prompts go in few steps, of a size that memory holds.
+        prefill_chunk_tokens=_LARGEST_CHUNK,
+        max_batch_prefill_tokens=_LARGEST_CHUNK,
+    )
+    bare = load_bare(config, costs=costs)
+    scalings = measure_scaling(
+        bare.model,
+        lambda size: make_scheduler(replace(config, max_batch_size=size), now_s=0.0),
+        sizes=sizes,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        rounds=rounds,
+        clock=time.process_time if cpu_time else bare.clock,
+        make_prompt=draw_trace(1).prompt_ids,
+        samplings=samplings,
+    )
+    return f"{bare.description}{', seconds of CPU' if cpu_time else ''}", scalings
 
 
 def _lines(scaling: Scaling, efficiency: float) -> list[str]:

@@ -34,8 +34,8 @@ from wsbatch_bench.sweep.setting import (
     costs_json,
     default_grid,
     parse_costs,
-    parse_setting,
     same_for_both,
+    setting_flag,
 )
 from wsbatch_bench.sweep.slo import parse_slo
 from wsbatch_bench.sweep.stage import RealStage, Stage, VirtualStage
@@ -79,7 +79,9 @@ def add_command(commands: Commands) -> None:
     )
     parser.add_argument("--model", default="demo", metavar="TEXT", help="real: as `wsbatch serve` takes it")
     parser.add_argument("--serve-flag", action="append", default=[], metavar="FLAG", help="real: one more flag of it")
-    parser.add_argument("--setting", action="append", type=_setting, metavar="SPEC", help="instead of the whole grid")
+    parser.add_argument(
+        "--setting", action="append", type=setting_flag, metavar="SPEC", help="instead of the whole grid"
+    )
     parser.add_argument(
         "--fractions", type=numbers(_FRACTION), default=FRACTIONS, metavar="X,X", help="default: 0.3,0.7,1.1"
     )
@@ -279,13 +281,6 @@ def _line(result: CellResult) -> str:
         f"TTFT p95 {result.ttft_p95_s:7.3g} s  e2e p95 {result.e2e_p95_s:7.3g} s  "
         f"slots {result.slot_utilization:5.1%}  {', '.join(notes)}"
     )
-
-
-def _setting(text: str) -> Setting:
-    try:
-        return parse_setting(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _slo(text: str) -> object:

@@ -1,6 +1,7 @@
 """One way to run the server, which a sweep varies and `choose` picks from; and the step costs of a simulated model."""
 
 import json
+from argparse import ArgumentTypeError
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -95,6 +96,14 @@ def parse_setting(text: str) -> Setting:
     except (TypeError, ValueError) as error:
         raise ValueError(f"setting {text!r}: {error}") from None
     return setting
+
+
+def setting_flag(text: str) -> Setting:
+    """The same as an argparse type."""
+    try:
+        return parse_setting(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def _value(text: str) -> Any:
