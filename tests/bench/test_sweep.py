@@ -134,6 +134,12 @@ def test_the_files_of_a_sweep(tmp_path: Path) -> None:
     assert (tmp_path / "sweep.csv").read_text().count("\n") == 4
 
 
+def test_a_sweep_in_which_nothing_keeps_up_is_drawn_all_the_same(tmp_path: Path) -> None:
+    document = SweepDocument({"title": "overload", "model": "demo"}, [cell(verdict="unstable", e2e_p95_s=inf)])
+    document.write(tmp_path, choose(document.cells, parse_slo("e2e_p95<=5s")))
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("spec", "label", "command"),
     [

@@ -17,7 +17,7 @@ from wsbatch_bench.load.record import Record
 Prompt = Callable[[tuple[int, ...]], list[int] | str]
 """What is sent for a trace's prompt ids."""
 
-_NOT_SERVED = {"http_401", "http_403", "http_404", "http_405"}
+_NOT_SERVED = {"http_401", "http_403", "http_404", "http_405", "http_501"}
 _WORD = re.compile("Ġ[a-z]{3,}")  # how a byte-level vocabulary writes a space and a word
 
 

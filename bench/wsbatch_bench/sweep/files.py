@@ -90,7 +90,7 @@ def draw_sweep(cells: Sequence[CellResult], paths: Sequence[Path], *, choice: Ch
     """Draw to each of `paths` (PNG or SVG by suffix). Unstable points are hollow, undecided ones half filled."""
     figure = Figure(figsize=(10, 6.2), layout="constrained")
     axes = figure.subplots()
-    finite = [cell.e2e_p95_s for cell in cells if isfinite(cell.e2e_p95_s)]
+    finite = [cell.e2e_p95_s for cell in cells if isfinite(cell.e2e_p95_s)] or [1.0]
     low, high = min(finite) / 1.5, max(finite) * 1.6
     ceiling = high * 1.25  # where those without any p95 are put
     axes.set_yscale("log")

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import multiprocessing
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -192,4 +193,6 @@ def _measure(sweep: Sweep, cells: Sequence[Cell], missing: list[int], jobs: int)
                 yield indices[future], future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
             raise
