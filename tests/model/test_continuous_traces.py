@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from wsbatch.batching.blocks import BlockPool
 from wsbatch.batching.continuous import ContinuousScheduler
-from wsbatch.batching.queue import Work
+from wsbatch.batching.queue import ScheduledRequest
 from wsbatch.batching.scheduler import Step
 from wsbatch.messages import SamplingParams
 from wsbatch.model.loading import LoadedModel
@@ -96,7 +96,7 @@ def test_random_traces_give_the_tokens_of_each_alone(
             key, (text, _, new, wants_logprobs) = todo.pop(0)
             output[key] = []
             scheduler.add(
-                Work(
+                ScheduledRequest(
                     key=key,
                     token_ids=texts[text],
                     max_new_tokens=new,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from wsbatch.batching.blocks import BlockPool
 from wsbatch.batching.continuous import ContinuousScheduler
-from wsbatch.batching.queue import Work
+from wsbatch.batching.queue import ScheduledRequest
 from wsbatch.batching.scheduler import Step
 from wsbatch.messages import SamplingParams
 from wsbatch.model.compiled import KernelsUnavailable, load_library
@@ -87,7 +87,9 @@ def serve(model: PagedModel, prompts: Sequence[tuple[int, ...]], chunk: int, pre
     )
     for key, prompt in enumerate(prompts):
         scheduler.add(
-            Work(key=key, token_ids=prompt, max_new_tokens=NEW, sampling=GREEDY, priority=5, arrived_s=float(key))
+            ScheduledRequest(
+                key=key, token_ids=prompt, max_new_tokens=NEW, sampling=GREEDY, priority=5, arrived_s=float(key)
+            )
         )
     said: list[list[int]] = [[] for _ in prompts]
     now_s = 0.0

@@ -39,7 +39,7 @@ async def test_a_thousand_streams_outlive_replicas_and_a_node(cluster: Any) -> N
             assert resumed(fleet.pool) > before
 
             before = resumed(fleet.pool)
-            await fleet.roll()
+            await fleet.replace_all()
             assert sorted(fleet.actors) == ["replica-4", "replica-5", "replica-6"]
             assert ready(fleet) == 3
             assert resumed(fleet.pool) > before

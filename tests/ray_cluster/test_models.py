@@ -103,7 +103,7 @@ async def test_another_revision_is_put_into_service(cluster: Any, tmp_path: Path
             nursery.start_soon(endless)
             await started.wait()
             nursery.start_soon(client)
-            await fleet.roll()
+            await fleet.replace_all()
             rolled = True
         new = await ask(fleet.pool, 60)
         assert old[1] == new[1] == "length"

@@ -6,7 +6,7 @@ import pytest
 
 from wsbatch.batching.blocks import BlockPool
 from wsbatch.batching.continuous import ContinuousScheduler
-from wsbatch.batching.queue import AGEING_S, Work
+from wsbatch.batching.queue import AGEING_S, ScheduledRequest
 from wsbatch.batching.scheduler import Idle, Release, Step, StepOutcome
 from wsbatch.messages import SamplingParams
 from wsbatch.steps import PagedRow, PagedStep, StepResult
@@ -22,7 +22,7 @@ def scheduler(
 def add(to: ContinuousScheduler, key: int, prompt: int | tuple[int, ...], max_new: int = 10, **changes: Any) -> None:
     tokens = prompt if isinstance(prompt, tuple) else tuple(range(100 * key, 100 * key + prompt))
     fields: dict[str, Any] = {"priority": 5, "arrived_s": float(key), "sampling": SamplingParams(seed=key), **changes}
-    to.add(Work(key=key, token_ids=tokens, max_new_tokens=max_new, **fields))
+    to.add(ScheduledRequest(key=key, token_ids=tokens, max_new_tokens=max_new, **fields))
 
 
 def decide(of: ContinuousScheduler) -> tuple[PagedRow, ...]:
@@ -286,7 +286,7 @@ def test_blocks_of_a_row_cancelled_in_flight_are_freed_after_the_step() -> None:
     rows = decide(batch)
     batch.end(1, 0.0)
     assert batch.running == 0
-    assert batch.work(1) is None
+    assert batch.request(1) is None
     assert list(batch.releases()) == [Release(1, 0.0)]
     assert batch.pool.used == 2
     outcome = complete(batch, rows)
@@ -353,7 +353,7 @@ def test_a_known_prefix_is_not_computed_again() -> None:
     add(batch, 2, (*prompt, 99))
     add(batch, 3, prompt)
     assert batch.decide(0.0).started == (2, 3)  # type: ignore[union-attr]
-    two, three = (row.table for row in batch._rows.running if row.work.key != 1)
+    two, three = (row.table for row in batch._rows.running if row.request.key != 1)
     assert two[:3] == first[0].block_table[:3]
     assert three[:2] == two[:2]
     assert three[2] != two[2]  # its last token has to be computed, in a block of its own
@@ -364,7 +364,7 @@ def test_a_known_prefix_is_not_computed_again() -> None:
     assert outcome.cost.issued_tokens == outcome.cost.useful_tokens == 1 + 4
     batch.check()
     # what 3 computed was known after all: one copy is kept
-    assert next(row.table for row in batch._rows.running if row.work.key == 3) == two[:3]
+    assert next(row.table for row in batch._rows.running if row.request.key == 3) == two[:3]
 
 
 def test_a_prefix_is_not_shared_before_its_step_is_done() -> None:
@@ -400,9 +400,9 @@ def test_a_report_goes_out_with_the_release() -> None:
     add(batch, 1, 3, max_new=2)
     add(batch, 2, 5)
     assert batch.report(1) is None
-    work = batch.queue.get(1)
+    request = batch.queue.get(1)
     step(batch)
-    assert batch.work(1) is work
+    assert batch.request(1) is request
     add(batch, 3, 4)
     step(batch)
     batch.end(1, 0.0)

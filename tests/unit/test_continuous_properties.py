@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from wsbatch.batching import rows
 from wsbatch.batching.blocks import BlockPool
 from wsbatch.batching.continuous import ContinuousScheduler
-from wsbatch.batching.queue import Work
+from wsbatch.batching.queue import ScheduledRequest
 from wsbatch.batching.scheduler import Idle, Step
 from wsbatch.messages import SamplingParams
 from wsbatch.steps import PagedStep, StepResult
@@ -39,7 +39,7 @@ def continuation(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
 class Seen:
     """One request as the oracle sees it."""
 
-    work: Work
+    request: ScheduledRequest
     emitted: list[int] = field(default_factory=list)
     position: int | None = None  # next to be computed; None before it first runs
     prompt_end: int = 0
@@ -64,7 +64,7 @@ class Oracle:
 
     def add(self, prompt: tuple[int, ...], max_new: int, priority: int) -> None:
         key = len(self.all)
-        work = Work(
+        request = ScheduledRequest(
             key=key,
             token_ids=prompt,
             max_new_tokens=max_new,
@@ -72,14 +72,14 @@ class Oracle:
             priority=priority,
             arrived_s=self.now_s,
         )
-        self.live[key] = self.all[key] = Seen(work)
-        self.scheduler.add(work)
+        self.live[key] = self.all[key] = Seen(request)
+        self.scheduler.add(request)
         self.now_s += 3.0
 
     def decide(self) -> bool:
         """One decision, checked in every respect; False where it is idle."""
         scheduler, pool = self.scheduler, self.scheduler.pool
-        waiting = {work.key for work in scheduler.queue}
+        waiting = {request.key for request in scheduler.queue}
         preemptions = scheduler.preemptions
         decoding = {
             key
@@ -96,7 +96,7 @@ class Oracle:
         assert isinstance(decision, Step)
         assert isinstance(decision.plan, PagedStep)
         self.steps += 1
-        preempted = {row.work.key for row in scheduler._rows.preempted}
+        preempted = {row.request.key for row in scheduler._rows.preempted}
         victims = {key for key in preempted if self.live[key].runs}
         assert scheduler.preemptions == preemptions + len(victims)
         for key in preempted:
@@ -106,7 +106,7 @@ class Oracle:
         self.check_entries(decision, waiting, bool(victims))
         self.check_budgets(decision.plan, decoding, preempted)
         for phase in (decoding, ran - decoding):
-            orders = [self.live[row.key].work.order for row in decision.plan.rows if row.key in phase]
+            orders = [self.live[row.key].request.order for row in decision.plan.rows if row.key in phase]
             assert orders == sorted(orders)
         self.write(decision.plan)
         self.flight = decision.plan
@@ -117,13 +117,13 @@ class Oracle:
         assert isinstance(plan, PagedStep)
         keys = [row.key for row in plan.rows]
         assert len(set(keys)) == len(keys)
-        assert waiting - set(step.started) == {work.key for work in self.scheduler.queue}
+        assert waiting - set(step.started) == {request.key for request in self.scheduler.queue}
         entered = [key for key in keys if not self.live[key].runs]
         assert [key for key in entered if self.live[key].position is None] == list(step.started)
         assert not (preempting and entered)
-        orders = [self.live[key].work.order for key in entered]
+        orders = [self.live[key].request.order for key in entered]
         assert orders == sorted(orders)
-        held_back = [seen.work.order for key, seen in self.live.items() if not seen.runs and key not in entered]
+        held_back = [seen.request.order for key, seen in self.live.items() if not seen.runs and key not in entered]
         assert not orders or not held_back or max(orders) < min(held_back)
         for row in plan.rows:
             seen = self.live[row.key]
@@ -137,18 +137,18 @@ class Oracle:
                     assert report.cached_tokens == row.start
                 seen.runs = True
                 seen.position = row.start
-                seen.prompt_end = len(seen.work.token_ids) + len(seen.emitted)
+                seen.prompt_end = len(seen.request.token_ids) + len(seen.emitted)
 
     def check_victims(self, victims: set[int]) -> None:
         """Only the least urgent of those that may be preempted are; what is planned keeps the order in each phase."""
         remaining = [
-            seen.work.order for seen in self.live.values() if seen.runs and seen.preempted < self.max_preemptions
+            seen.request.order for seen in self.live.values() if seen.runs and seen.preempted < self.max_preemptions
         ]
         for key in victims:
             seen = self.live[key]
             seen.preempted += 1
             assert seen.preempted <= self.max_preemptions
-            assert not remaining or max(remaining) < seen.work.order
+            assert not remaining or max(remaining) < seen.request.order
 
     def check_budgets(self, plan: PagedStep, decoding: set[int], preempted: set[int]) -> None:
         assert 1 <= len(plan.rows) <= self.limits["max_batch_size"]
@@ -173,15 +173,15 @@ class Oracle:
     def write(self, plan: PagedStep) -> None:
         """Run the plan on the KV memory, as the model does: write the new tokens, then attend to everything."""
         size = self.scheduler.pool.block_tokens
-        tables = {row.work.key: row.table for row in self.scheduler._rows.running}
+        tables = {row.request.key: row.table for row in self.scheduler._rows.running}
         for row in plan.rows:
             seen = self.live[row.key]
-            tokens = seen.work.token_ids + tuple(seen.emitted)
+            tokens = seen.request.token_ids + tuple(seen.emitted)
             end = row.start + len(row.token_ids)
             assert row.token_ids == tokens[row.start : end]
-            assert len(tokens) < len(seen.work.token_ids) + seen.work.max_new_tokens
+            assert len(tokens) < len(seen.request.token_ids) + seen.request.max_new_tokens
             assert (row.sampling is not None) == (end == len(tokens))
-            assert row.sampling is None or row.sampling is seen.work.sampling
+            assert row.sampling is None or row.sampling is seen.request.sampling
             assert tables[row.key] == row.block_table
             assert len(set(row.block_table)) == len(row.block_table)
             written = set(row.block_table[row.start // size : (end - 1) // size + 1])
@@ -194,7 +194,7 @@ class Oracle:
             seen.computed += len(row.token_ids)
         for row in plan.rows:
             seen = self.live[row.key]
-            tokens = seen.work.token_ids + tuple(seen.emitted)
+            tokens = seen.request.token_ids + tuple(seen.emitted)
             for position in range(row.start + len(row.token_ids)):
                 found = self.kv.get((row.block_table[position // size], position % size))
                 assert found == tokens[: position + 1], f"row {row.key} attends to {found} at {position}"
@@ -222,7 +222,7 @@ class Oracle:
         for key, token_id in expected:
             seen = self.live[key]
             seen.emitted.append(token_id)
-            if len(seen.emitted) == seen.work.max_new_tokens:
+            if len(seen.emitted) == seen.request.max_new_tokens:
                 self.end(key)
         self.collect()
 
@@ -243,7 +243,7 @@ class Oracle:
     def end(self, key: int) -> None:
         self.scheduler.end(key, self.now_s)
         self.live.pop(key)
-        assert self.scheduler.work(key) is None
+        assert self.scheduler.request(key) is None
 
     def collect(self) -> None:
         for release in self.scheduler.releases():
@@ -335,7 +335,7 @@ def play(oracle: Oracle, trace: list[tuple[Any, ...]]) -> None:
         while oracle.decide():
             oracle.complete()
             work_at_most = sum(
-                (1 + oracle.max_preemptions) * (len(seen.work.token_ids) + seen.work.max_new_tokens)
+                (1 + oracle.max_preemptions) * (len(seen.request.token_ids) + seen.request.max_new_tokens)
                 for seen in oracle.all.values()
             )
             assert oracle.steps <= work_at_most, "every step computes something, and nothing is recomputed for ever"
@@ -351,8 +351,8 @@ def test_any_trace(config: dict[str, Any], trace: list[tuple[Any, ...]]) -> None
     assert not oracle.scheduler.queue
     for seen in oracle.all.values():
         assert seen.released == (seen.position is not None), "released once if it ever ran"
-        assert tuple(seen.emitted) == continuation(seen.work.token_ids, len(seen.emitted))
-        length = len(seen.work.token_ids) + seen.work.max_new_tokens
+        assert tuple(seen.emitted) == continuation(seen.request.token_ids, len(seen.emitted))
+        length = len(seen.request.token_ids) + seen.request.max_new_tokens
         assert seen.computed <= (1 + seen.restarts) * (length - 1)
         assert seen.restarts <= oracle.max_preemptions
 
@@ -400,7 +400,7 @@ def test_everyone_gets_all_tokens_though_blocks_are_scarce(
     oracle = make(config)
     play(oracle, trace)
     for seen in oracle.all.values():
-        assert tuple(seen.emitted) == continuation(seen.work.token_ids, seen.work.max_new_tokens)
+        assert tuple(seen.emitted) == continuation(seen.request.token_ids, seen.request.max_new_tokens)
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])

@@ -8,14 +8,14 @@ from wsbatch.batching.blocks import BlockPool
 from wsbatch.batching.continuous import ContinuousScheduler
 from wsbatch.batching.costs import CostModel
 from wsbatch.batching.prefill import choose_chunk
-from wsbatch.batching.queue import Work
+from wsbatch.batching.queue import ScheduledRequest
 from wsbatch.batching.scheduler import Step
 from wsbatch.messages import SamplingParams
 from wsbatch.steps import PagedStep, StepResult
 
 
-def work(key: int, prompt_tokens: int) -> Work:
-    return Work(
+def request(key: int, prompt_tokens: int) -> ScheduledRequest:
+    return ScheduledRequest(
         key=key,
         token_ids=tuple(range(prompt_tokens)),
         max_new_tokens=1000,
@@ -37,12 +37,12 @@ def longest_gap_s(chunk: int, *, tau_s: float, alpha_s: float, beta_s: float) ->
         pool=BlockPool(1000, 16),
     )
     for key in range(8):
-        batch.add(work(key, 4))
+        batch.add(request(key, 4))
     now_s = arrived_s = ttft_s = gap_s = 0.0
     last_s: dict[int, float] = {}
     for count in range(200 + 4000 // chunk):
         if count == 50:
-            batch.add(work(8, 4000))
+            batch.add(request(8, 4000))
             arrived_s = now_s
         decision = batch.decide(now_s)
         assert isinstance(decision, Step)

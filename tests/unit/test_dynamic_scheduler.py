@@ -3,7 +3,7 @@
 import pytest
 
 from wsbatch.batching.dynamic import DynamicScheduler, DynamicSettings
-from wsbatch.batching.queue import Work
+from wsbatch.batching.queue import ScheduledRequest
 from wsbatch.batching.scheduler import Step
 from wsbatch.messages import SamplingParams
 from wsbatch.model.simulated import SimulatedModel
@@ -15,8 +15,8 @@ def make(**changes: object) -> DynamicScheduler:
     return DynamicScheduler(DynamicSettings(**values), now_s=0.0)  # type: ignore[arg-type]
 
 
-def work(key: int, length: int = 3, max_new_tokens: int = 4) -> Work:
-    return Work(
+def request(key: int, length: int = 3, max_new_tokens: int = 4) -> ScheduledRequest:
+    return ScheduledRequest(
         key=key,
         token_ids=tuple(range(40, 40 + length)),
         max_new_tokens=max_new_tokens,
@@ -26,12 +26,14 @@ def work(key: int, length: int = 3, max_new_tokens: int = 4) -> Work:
     )
 
 
-def run_out(scheduler: DynamicScheduler, works: list[Work]) -> tuple[dict[int, list[int]], dict[int, float]]:
+def run_out(
+    scheduler: DynamicScheduler, requests: list[ScheduledRequest]
+) -> tuple[dict[int, list[int]], dict[int, float]]:
     """Run to the end on the simulated model, a second a step; tokens and head-of-line delay by key."""
     model = SimulatedModel()
-    for item in works:
+    for item in requests:
         scheduler.add(item)
-    budgets = {item.key: item.max_new_tokens for item in works}
+    budgets = {item.key: item.max_new_tokens for item in requests}
     tokens: dict[int, list[int]] = {key: [] for key in budgets}
     delays: dict[int, float] = {}
     now_s = 0.0
@@ -50,8 +52,8 @@ def run_out(scheduler: DynamicScheduler, works: list[Work]) -> tuple[dict[int, l
 def test_seven_short_rows_behind_a_long_one_waste_79_percent() -> None:
     """The design's example: 248 decode slots issued, 52 useful; the short rows wait 28 more steps."""
     scheduler = make()
-    works = [work(key, max_new_tokens=4) for key in range(7)] + [work(7, max_new_tokens=32)]
-    tokens, delays = run_out(scheduler, works)
+    requests = [request(key, max_new_tokens=4) for key in range(7)] + [request(7, max_new_tokens=32)]
+    tokens, delays = run_out(scheduler, requests)
     assert [len(tokens[key]) for key in range(8)] == [4] * 7 + [32]
     decode = scheduler.ledger.decode
     assert (decode.steps, decode.issued_tokens, decode.useful_tokens) == (31, 248, 52)
@@ -61,16 +63,16 @@ def test_seven_short_rows_behind_a_long_one_waste_79_percent() -> None:
 
 def test_prefill_padding_is_issued_but_not_useful() -> None:
     scheduler = make()
-    run_out(scheduler, [work(1, length=2, max_new_tokens=1), work(2, length=10, max_new_tokens=1)])
+    run_out(scheduler, [request(1, length=2, max_new_tokens=1), request(2, length=10, max_new_tokens=1)])
     prefill = scheduler.ledger.prefill
     assert (prefill.issued_tokens, prefill.useful_tokens) == (20, 12)
 
 
 def test_compaction_gives_the_same_tokens_with_less_waste() -> None:
-    works = [work(key, length=key + 1, max_new_tokens=2 + 5 * key) for key in range(6)]
+    requests = [request(key, length=key + 1, max_new_tokens=2 + 5 * key) for key in range(6)]
     plain, compacting = make(), make(early_compaction=True)
-    expected, _ = run_out(plain, list(works))
-    got, delays = run_out(compacting, list(works))
+    expected, _ = run_out(plain, list(requests))
+    got, delays = run_out(compacting, list(requests))
     assert got == expected
     assert set(delays) == set(expected)
     assert compacting.ledger.decode.issued_tokens < plain.ledger.decode.issued_tokens
@@ -81,7 +83,7 @@ def test_compaction_waits_for_half_of_the_rows() -> None:
     scheduler = make(early_compaction=True)
     model = SimulatedModel()
     for key in range(4):
-        scheduler.add(work(key))
+        scheduler.add(request(key))
     step = scheduler.decide(0.0)
     assert isinstance(step, Step)
     scheduler.complete(model.compute(step.plan), 1.0)
@@ -99,8 +101,8 @@ def test_compaction_waits_for_half_of_the_rows() -> None:
 def test_a_row_cancelled_in_flight_gives_no_token_and_is_released_with_its_batch() -> None:
     scheduler = make()
     model = SimulatedModel()
-    scheduler.add(work(1))
-    scheduler.add(work(2))
+    scheduler.add(request(1))
+    scheduler.add(request(2))
     step = scheduler.decide(0.0)
     assert isinstance(step, Step)
     scheduler.end(1, 0.5)
@@ -115,21 +117,21 @@ def test_a_row_cancelled_in_flight_gives_no_token_and_is_released_with_its_batch
 def test_the_whole_batch_cancelled_in_flight_frees_the_model() -> None:
     scheduler = make()
     model = SimulatedModel()
-    scheduler.add(work(1))
+    scheduler.add(request(1))
     step = scheduler.decide(0.0)
     assert isinstance(step, Step)
     scheduler.end(1, 0.5)
     assert not scheduler.releases()  # the step still runs on the row
     assert scheduler.complete(model.compute(step.plan), 1.0).tokens == ()
     assert [item.key for item in scheduler.releases()] == [1]
-    scheduler.add(work(2))
+    scheduler.add(request(2))
     assert isinstance(scheduler.decide(1.0), Step)
 
 
 def test_abort_drops_the_batch() -> None:
     scheduler = make()
-    scheduler.add(work(1))
-    scheduler.add(work(2))
+    scheduler.add(request(1))
+    scheduler.add(request(2))
     assert isinstance(scheduler.decide(0.0), Step)
     assert scheduler.abort(1.0) == (1, 2)
     assert [item.key for item in scheduler.releases()] == [1, 2]
@@ -138,8 +140,8 @@ def test_abort_drops_the_batch() -> None:
 
 def test_report_counts_only_the_steps_of_the_request() -> None:
     scheduler = make(max_batch_size=2)
-    run_out(scheduler, [work(1, max_new_tokens=3), work(2, max_new_tokens=3)])
-    scheduler.add(work(3, length=5, max_new_tokens=2))
+    run_out(scheduler, [request(1, max_new_tokens=3), request(2, max_new_tokens=3)])
+    scheduler.add(request(3, length=5, max_new_tokens=2))
     step = scheduler.decide(10.0)
     assert isinstance(step, Step)
     model = SimulatedModel()
@@ -154,7 +156,7 @@ def test_a_probe_runs_only_between_batches() -> None:
     probe = scheduler.probe((40, 41))
     assert probe is not None
     assert [(row.token_ids, row.sampling) for row in probe.rows] == [((40, 41), SamplingParams())]
-    scheduler.add(work(1))
+    scheduler.add(request(1))
     step = scheduler.decide(0.0)
     assert isinstance(step, Step)
     assert scheduler.probe((40, 41)) is None

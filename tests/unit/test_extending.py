@@ -9,7 +9,7 @@ from trio.testing import MockClock
 
 from wsbatch.batching.accounting import Ledger, RowReport
 from wsbatch.batching.costs import StepCost
-from wsbatch.batching.queue import WaitingQueue, Work
+from wsbatch.batching.queue import ScheduledRequest, WaitingQueue
 from wsbatch.batching.scheduler import PROBE, Decision, Idle, Release, RowToken, Step, StepOutcome
 from wsbatch.config import EngineConfig
 from wsbatch.engine.open import SCHEDULERS, SchedulerKind
@@ -25,7 +25,7 @@ class ShortestFirst:
     def __init__(self) -> None:
         self.queue = WaitingQueue()
         self.ledger = Ledger()
-        self._row: Work | None = None
+        self._row: ScheduledRequest | None = None
         self._fresh = False  # the step in flight prefills the row
         self._ended = False  # the row is over
         self._in_flight = False
@@ -35,8 +35,8 @@ class ShortestFirst:
     def running(self) -> int:
         return int(self._row is not None and not self._ended)
 
-    def add(self, work: Work) -> None:
-        self.queue.add(work)
+    def add(self, request: ScheduledRequest) -> None:
+        self.queue.add(request)
 
     def decide(self, now_s: float) -> Decision:
         self._fresh = self._row is None
@@ -45,12 +45,12 @@ class ShortestFirst:
             return Step(PaddedDecode())
         if not self.queue:
             return Idle()
-        work = self._row = min(self.queue, key=lambda each: (len(each.token_ids), each.order))
-        self.queue.remove(work.key)
-        self.ledger.join(work.key)
+        request = self._row = min(self.queue, key=lambda each: (len(each.token_ids), each.order))
+        self.queue.remove(request.key)
+        self.ledger.join(request.key)
         self._in_flight = True
-        plan = PaddedStart((PaddedRow(work.key, work.token_ids, work.sampling),), work.max_new_tokens)
-        return Step(plan, started=(work.key,))
+        plan = PaddedStart((PaddedRow(request.key, request.token_ids, request.sampling),), request.max_new_tokens)
+        return Step(plan, started=(request.key,))
 
     def complete(self, result: StepResult, now_s: float) -> StepOutcome:
         row, self._in_flight = self._row, False
@@ -92,7 +92,7 @@ class ShortestFirst:
     def cache(self) -> None:
         return None
 
-    def work(self, key: int) -> Work | None:
+    def request(self, key: int) -> ScheduledRequest | None:
         return self._row if self._row is not None and self._row.key == key else self.queue.get(key)
 
     def _release(self) -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wsbatch.batching.fairness import Client, FairShare, sheddable
-from wsbatch.batching.queue import Work
+from wsbatch.batching.queue import ScheduledRequest
 from wsbatch.messages import SamplingParams
 
 
@@ -36,11 +36,11 @@ def test_a_client_never_overtakes_itself(moves: list[tuple[bool, float, float]])
             waiting -= 1
 
 
-def waiting(peer: str, count: int, *, priority: int = 5, first: int = 0) -> list[tuple[Client, Work]]:
+def waiting(peer: str, count: int, *, priority: int = 5, first: int = 0) -> list[tuple[Client, ScheduledRequest]]:
     return [
         (
             Client(peer, key),
-            Work(
+            ScheduledRequest(
                 key=key,
                 token_ids=(1,),
                 max_new_tokens=1,
@@ -53,8 +53,8 @@ def waiting(peer: str, count: int, *, priority: int = 5, first: int = 0) -> list
     ]
 
 
-def keys(works: list[Work]) -> list[int]:
-    return [work.key for work in works]
+def keys(requests: list[ScheduledRequest]) -> list[int]:
+    return [request.key for request in requests]
 
 
 def test_of_one_peer_every_less_urgent_request_may_give_way_the_last_first() -> None:
@@ -85,10 +85,10 @@ def test_no_peer_is_driven_out_by_many_others() -> None:
 )
 def test_whoever_gives_way_no_peer_falls_below_its_share(held: list[tuple[str, int]], peer: str, priority: int) -> None:
     queue = [each for key, (name, urgency) in enumerate(held) for each in waiting(name, 1, priority=urgency, first=key)]
-    of = {work.key: client.peer for client, work in queue}
+    of = {request.key: client.peer for client, request in queue}
     share = 12 // len({*of.values(), peer})
     gone = sheddable(queue, Client(peer), priority=priority, max_requests=12)
-    assert all(work.priority > priority for work in gone)
-    left = [of[work.key] for _, work in queue if work not in gone]
-    for name in {of[work.key] for work in gone} - {peer}:
+    assert all(request.priority > priority for request in gone)
+    left = [of[request.key] for _, request in queue if request not in gone]
+    for name in {of[request.key] for request in gone} - {peer}:
         assert left.count(name) >= share

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from wsbatch.batching.admission import Admission
 from wsbatch.batching.fairness import NOBODY
-from wsbatch.batching.queue import Work
+from wsbatch.batching.queue import ScheduledRequest
 from wsbatch.engine.outbox import Outbox
 from wsbatch.engine.output import Output
 from wsbatch.engine.request import LiveRequest
@@ -27,7 +27,7 @@ STOPS = st.lists(st.sampled_from(["ab", "ba", "aba", "b\u00e9", "\U0001f642a", "
 def live_request(
     request: GenerateRequest, prompt_ids: tuple[int, ...] = (1,), codec: TextCodec | None = None
 ) -> LiveRequest:
-    work = Work(
+    scheduled = ScheduledRequest(
         key=1,
         token_ids=prompt_ids + request.resume_token_ids,
         max_new_tokens=request.sampling.most_tokens,
@@ -37,7 +37,7 @@ def live_request(
     )
     return LiveRequest(
         Outbox(request),
-        work=work,
+        scheduled=scheduled,
         output=Output(request, prompt_ids, codec=codec or ByteText(), end_ids=frozenset()),
         place=Admission(max_requests=1, max_tokens=1).reserve(),
         client=NOBODY,

@@ -3,14 +3,14 @@
 from wsbatch.batching.blocks import BlockPool
 from wsbatch.batching.continuous import ContinuousScheduler
 from wsbatch.batching.dynamic import DynamicScheduler, DynamicSettings
-from wsbatch.batching.queue import Work
+from wsbatch.batching.queue import ScheduledRequest
 from wsbatch.batching.scheduler import Scheduler, Step
 from wsbatch.messages import SamplingParams
 from wsbatch.steps import PaddedDecode, PaddedStart, PagedStep, StepResult
 
 
-def work(key: int, prompt: int, max_new: int) -> Work:
-    return Work(
+def request(key: int, prompt: int, max_new: int) -> ScheduledRequest:
+    return ScheduledRequest(
         key=key,
         token_ids=tuple(range(prompt)),
         max_new_tokens=max_new,
@@ -34,8 +34,8 @@ def complete(scheduler: Scheduler, step: Step, rows: int) -> None:
 
 def dynamic(**settings: bool) -> DynamicScheduler:
     scheduler = DynamicScheduler(DynamicSettings(max_batch_size=2, max_wait_s=0.0, **settings), now_s=0.0)
-    scheduler.add(work(1, 3, 9))
-    scheduler.add(work(2, 5, 9))
+    scheduler.add(request(1, 3, 9))
+    scheduler.add(request(2, 5, 9))
     return scheduler
 
 
@@ -61,8 +61,8 @@ def test_a_row_that_compaction_drops_holds_no_slot() -> None:
 def test_a_row_without_room_for_its_next_token_is_held() -> None:
     pool = BlockPool(5, 2, prefix_cache=False)
     scheduler = ContinuousScheduler(max_batch_size=8, max_batch_prefill_tokens=8, prefill_chunk_tokens=4, pool=pool)
-    scheduler.add(work(1, 1, 5))
-    scheduler.add(work(2, 4, 5))
+    scheduler.add(request(1, 1, 5))
+    scheduler.add(request(2, 4, 5))
     seen = []
     for _ in range(4):
         step = launch(scheduler)

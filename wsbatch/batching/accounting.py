@@ -12,7 +12,7 @@ from wsbatch.batching.costs import StepCost, StepCostFit
 
 @dataclass(frozen=True, slots=True)
 class RowReport:
-    """What a running request's company cost so far; see `messages.BatchReport`."""
+    """What the steps of a running request cost so far; see `messages.BatchReport`."""
 
     max_size: int
     mean_size: float
@@ -48,7 +48,7 @@ class SlotTotals:
 
 
 @dataclass(slots=True)
-class _Company:
+class _AtJoin:
     """The ledger as it stood when a request joined, and the largest step since."""
 
     steps: int
@@ -68,17 +68,17 @@ class Ledger:
     steps: int = 0
     rows: int = 0
     costs: StepCostFit = field(default_factory=StepCostFit)
-    _company: dict[int, _Company] = field(default_factory=dict)
+    _at_join: dict[int, _AtJoin] = field(default_factory=dict)
 
     def join(self, key: int, *, cached_tokens: int = 0) -> None:
         """The request takes part in steps from now on; a request that joins again keeps its first entry."""
-        if key not in self._company:
-            self._company[key] = _Company(*self._sums(), cached_tokens=cached_tokens)
+        if key not in self._at_join:
+            self._at_join[key] = _AtJoin(*self._sums(), cached_tokens=cached_tokens)
 
     def leave(self, key: int) -> RowReport | None:
         """Forget the request; its last report."""
         report = self.report(key)
-        self._company.pop(key, None)
+        self._at_join.pop(key, None)
         return report
 
     def record(self, cost: StepCost, keys: Iterable[int]) -> None:
@@ -89,23 +89,23 @@ class Ledger:
         self.decode.add(cost.decode_slots, cost.useful_decode_slots)
         self.costs.record(cost)
         for key in keys:
-            company = self._company.get(key)
-            if company is not None and company.max_size < cost.rows:
-                company.max_size = cost.rows
+            joined = self._at_join.get(key)
+            if joined is not None and joined.max_size < cost.rows:
+                joined.max_size = cost.rows
 
     def report(self, key: int) -> RowReport | None:
         """What all the steps since this request joined cost; None for one that is not here."""
-        company = self._company.get(key)
-        if company is None:
+        joined = self._at_join.get(key)
+        if joined is None:
             return None
         steps, rows, issued, useful = self._sums()
-        steps -= company.steps
+        steps -= joined.steps
         return RowReport(
-            max_size=company.max_size,
-            mean_size=(rows - company.rows) / steps if steps else 0.0,
-            issued_tokens=issued - company.issued_tokens,
-            useful_tokens=useful - company.useful_tokens,
-            cached_tokens=company.cached_tokens,
+            max_size=joined.max_size,
+            mean_size=(rows - joined.rows) / steps if steps else 0.0,
+            issued_tokens=issued - joined.issued_tokens,
+            useful_tokens=useful - joined.useful_tokens,
+            cached_tokens=joined.cached_tokens,
         )
 
     def _sums(self) -> tuple[int, int, int, int]:

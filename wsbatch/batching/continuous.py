@@ -14,7 +14,7 @@ from wsbatch.batching.accounting import Ledger, RowReport
 from wsbatch.batching.blocks import BlockPool
 from wsbatch.batching.costs import StepCost
 from wsbatch.batching.prefill import PrefillBudget
-from wsbatch.batching.queue import WaitingQueue, Work
+from wsbatch.batching.queue import ScheduledRequest, WaitingQueue
 from wsbatch.batching.rows import Row, Rows
 from wsbatch.batching.scheduler import PROBE, CacheStats, Decision, Idle, Release, RowToken, Step, StepOutcome
 from wsbatch.messages import RowPhase, SamplingParams
@@ -24,9 +24,9 @@ from wsbatch.steps import PagedRow, PagedStep, StepResult
 class ContinuousScheduler:
     """Implements `Scheduler`. Never answers `WaitUntil`: joining costs one step, so waiting only hurts.
 
-    Dispatch is strictly in order: when a request starts or comes back, nobody waits whose `Work.order` is smaller. A
-    request that does not fit yet holds up those behind it; that is what keeps long ones from starving. In a step that
-    preempts, nobody starts or comes back.
+    Dispatch is strictly in order: when a request starts or comes back, nobody waits with a smaller
+    `ScheduledRequest.order` waits. A request that does not fit yet holds up those behind it: that keeps long ones from
+    starving. In a step that preempts, nobody starts or comes back.
 
     Between two steps a row's blocks may be replaced, not only appended to: after a preemption, or where a block turned
     out to be known to the prefix index already.
@@ -93,14 +93,14 @@ class ContinuousScheduler:
         """Prompt plus `max_new_tokens` of a request at most: what the pool holds. Longer ones are refused."""
         return self.pool.total * self._block_tokens
 
-    def add(self, work: Work) -> None:
+    def add(self, request: ScheduledRequest) -> None:
         """Put the request in the queue. ValueError where it is empty or longer than `max_request_tokens`."""
-        if not work.token_ids:
-            raise ValueError(f"request {work.key} has 0 prompt tokens: must be at least 1")
-        length = len(work.token_ids) + work.max_new_tokens
+        if not request.token_ids:
+            raise ValueError(f"request {request.key} has 0 prompt tokens: must be at least 1")
+        length = len(request.token_ids) + request.max_new_tokens
         if length > self.max_request_tokens:
-            raise ValueError(f"request {work.key} has {length} tokens: must be at most {self.max_request_tokens}")
-        self.queue.add(work)
+            raise ValueError(f"request {request.key} has {length} tokens: must be at most {self.max_request_tokens}")
+        self.queue.add(request)
 
     def decide(self, now_s: float) -> Decision:
         """One step: the decodes, then the next chunks of running prefills, then requests that start or come back."""
@@ -129,7 +129,7 @@ class ContinuousScheduler:
         for row in flight:
             self._rows.advance(row)
         tokens = _take(sampling, result)
-        self.ledger.record(cost, [row.work.key for row in flight if not row.ended])
+        self.ledger.record(cost, [row.request.key for row in flight if not row.ended])
         self.prefill_budget.record(cost)
         return StepOutcome(tokens, cost)
 
@@ -140,7 +140,7 @@ class ContinuousScheduler:
             row.planned = 0
             if row.ended:
                 self._rows.free(row)
-        keys = tuple(row.work.key for row in flight if not row.ended)
+        keys = tuple(row.request.key for row in flight if not row.ended)
         for key in keys:
             self.end(key, now_s)
         return keys
@@ -165,7 +165,7 @@ class ContinuousScheduler:
     def slot_phases(self) -> Sequence[tuple[int, RowPhase]]:
         """The running rows. `held` is one whose prompt waits for its next chunk, or that waits for a block."""
         return [
-            (row.work.key, "held" if not row.planned else "prefill" if row.computed < row.prompt_end else "decode")
+            (row.request.key, "held" if not row.planned else "prefill" if row.computed < row.prompt_end else "decode")
             for row in self._rows.running
         ]
 
@@ -178,10 +178,10 @@ class ContinuousScheduler:
         """What the steps since it started have cost."""
         return self.ledger.report(key)
 
-    def work(self, key: int) -> Work | None:
+    def request(self, key: int) -> ScheduledRequest | None:
         """The request, waiting or running."""
         row = self._live.get(key)
-        return self.queue.get(key) if row is None else row.work
+        return self.queue.get(key) if row is None else row.request
 
     def cache(self) -> CacheStats:
         """The KV pool's numbers."""
@@ -229,9 +229,9 @@ class ContinuousScheduler:
             candidate = self._candidate()
             if candidate is None or not self._rows.enter(candidate):
                 break
-            if candidate.work.key not in self._live:
+            if candidate.request.key not in self._live:
                 self._start(candidate)
-                started.append(candidate.work.key)
+                started.append(candidate.request.key)
             self._plan_chunk(candidate, budget, plan)
             budget -= candidate.planned
         return started
@@ -253,13 +253,13 @@ class ContinuousScheduler:
             return preempted[0]
         if waiting is None:
             return None
-        if self._head is None or self._head.work is not waiting:
+        if self._head is None or self._head.request is not waiting:
             self._head = Row(waiting)
         return self._head
 
     def _start(self, row: Row) -> None:
         """The row's first step: it leaves the queue."""
-        key = row.work.key
+        key = row.request.key
         self.queue.remove(key)
         self._head = None
         self._live[key] = row
@@ -270,8 +270,8 @@ class ContinuousScheduler:
 def _paged_row(row: Row) -> PagedRow:
     end = row.computed + row.planned
     ids = tuple(row.tokens[row.computed : end])
-    sampling = row.work.sampling if end == len(row.tokens) else None
-    return PagedRow(row.work.key, ids, row.computed, row.table, sampling)
+    sampling = row.request.sampling if end == len(row.tokens) else None
+    return PagedRow(row.request.key, ids, row.computed, row.table, sampling)
 
 
 def _cost(flight: list[Row], seconds: float) -> StepCost:
@@ -296,5 +296,5 @@ def _take(sampling: list[Row], result: StepResult) -> tuple[RowToken, ...]:
     for row, token_id, token_logprobs in zip(sampling, result.token_ids, logprobs, strict=True):
         if not row.ended:
             row.tokens.append(token_id)
-            tokens.append(RowToken(row.work.key, token_id, token_logprobs))
+            tokens.append(RowToken(row.request.key, token_id, token_logprobs))
     return tuple(tokens)

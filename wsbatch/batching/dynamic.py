@@ -12,7 +12,7 @@ from wsbatch.batching.accounting import Ledger, RowReport
 from wsbatch.batching.costs import StepCost
 from wsbatch.batching.hazard import ArrivalHazard
 from wsbatch.batching.prefill import PrefillBound
-from wsbatch.batching.queue import WaitingQueue, Work
+from wsbatch.batching.queue import ScheduledRequest, WaitingQueue
 from wsbatch.batching.scheduler import (
     PROBE,
     Decision,
@@ -50,7 +50,7 @@ class View:
     """What the policy looks at. `idle_since_s`: when the model last fell idle. `pays_until_s`: adaptive bound."""
 
     now_s: float
-    waiting: Sequence[Work]
+    waiting: Sequence[ScheduledRequest]
     idle_since_s: float
     last_arrival_s: float
     pays_until_s: float = float("inf")
@@ -60,17 +60,17 @@ class View:
 class Dispatch:
     """Run these waiting requests as one batch."""
 
-    works: tuple[Work, ...]
+    requests: tuple[ScheduledRequest, ...]
 
 
-def due_s(view: View, settings: DynamicSettings, group: Sequence[Work]) -> float:
+def due_s(view: View, settings: DynamicSettings, group: Sequence[ScheduledRequest]) -> float:
     """When this group must be dispatched at the latest, in seconds on the engine's clock.
 
     Time spent behind a running batch counts under the anchor `oldest`. Under `idle` the clock starts when the model
     falls idle, so that closed-loop clients whose batch has just ended can join those that waited behind it. `last`
     waits for a lull of `debounce_s` after the last arrival (or after falling idle), within the bound of `idle`.
     """
-    oldest_s = min(work.arrived_s for work in group)
+    oldest_s = min(request.arrived_s for request in group)
     if settings.anchor == "oldest":
         bound_s = oldest_s + settings.max_wait_s
     else:
@@ -88,9 +88,9 @@ def decide(view: View, settings: DynamicSettings) -> Dispatch | WaitUntil | Idle
     """
     if not view.waiting:
         return Idle()
-    groups: dict[int, list[Work]] = {}
-    for work in view.waiting:
-        groups.setdefault(bisect_left(settings.buckets, len(work.token_ids)), []).append(work)
+    groups: dict[int, list[ScheduledRequest]] = {}
+    for request in view.waiting:
+        groups.setdefault(bisect_left(settings.buckets, len(request.token_ids)), []).append(request)
     for group in groups.values():
         if len(group) >= settings.max_batch_size:
             return Dispatch(tuple(group[: settings.max_batch_size]))
@@ -105,7 +105,7 @@ def decide(view: View, settings: DynamicSettings) -> Dispatch | WaitUntil | Idle
 
 @dataclass(slots=True)
 class _Row:
-    work: Work
+    request: ScheduledRequest
     ended_s: float | None = None
 
 
@@ -151,17 +151,17 @@ class DynamicScheduler:
         choice = decide(view, self._settings)
         if not isinstance(choice, Dispatch):
             return choice
-        works = self._affordable(choice.works)
-        for work in works:
-            self.queue.remove(work.key)
-            self.ledger.join(work.key)
-        self._rows = [_Row(work) for work in works]
+        requests = self._affordable(choice.requests)
+        for request in requests:
+            self.queue.remove(request.key)
+            self.ledger.join(request.key)
+        self._rows = [_Row(request) for request in requests]
         self._batch_started_s = now_s
         plan = PaddedStart(
-            rows=tuple(PaddedRow(work.key, work.token_ids, work.sampling) for work in works),
-            max_new_tokens=max(work.max_new_tokens for work in works),
+            rows=tuple(PaddedRow(request.key, request.token_ids, request.sampling) for request in requests),
+            max_new_tokens=max(request.max_new_tokens for request in requests),
         )
-        return self._launch(plan, started=tuple(work.key for work in works))
+        return self._launch(plan, started=tuple(request.key for request in requests))
 
     def complete(self, result: StepResult, now_s: float) -> StepOutcome:
         """One token for every row of the batch; those of rows that ended are waste."""
@@ -169,35 +169,35 @@ class DynamicScheduler:
         live = [row.ended_s is None for row in self._rows]
         if isinstance(plan, PaddedStart):
             longest = max(len(row.token_ids) for row in plan.rows)
-            useful = sum(len(row.work.token_ids) for row, alive in zip(self._rows, live, strict=True) if alive)
+            useful = sum(len(row.request.token_ids) for row, alive in zip(self._rows, live, strict=True) if alive)
             slots = (longest * len(self._rows), useful, 0, 0)
         else:
             slots = (0, 0, len(self._rows), sum(live))
         cost = StepCost(len(self._rows), *slots, seconds=result.model_ms / 1000)
-        self.ledger.record(cost, [row.work.key for row in self._rows])
+        self.ledger.record(cost, [row.request.key for row in self._rows])
         if self._bound is not None:
             self._bound.record(cost)
         tokens = []
         for index, (row, alive) in enumerate(zip(self._rows, live, strict=True)):
             if alive:
                 logprobs = result.logprobs[index] if result.logprobs else None
-                tokens.append(RowToken(row.work.key, result.token_ids[index], logprobs))
+                tokens.append(RowToken(row.request.key, result.token_ids[index], logprobs))
         self._close_batch(now_s)
         return StepOutcome(tuple(tokens), cost)
 
     def abort(self, now_s: float) -> tuple[int, ...]:
         """The step raised: the whole batch is gone, since its cache is."""
         self._in_flight = None
-        keys = tuple(row.work.key for row in self._rows if row.ended_s is None)
+        keys = tuple(row.request.key for row in self._rows if row.ended_s is None)
         for row in self._rows:
             row.ended_s = row.ended_s if row.ended_s is not None else now_s
         self._close_batch(now_s)
         return keys
 
-    def add(self, work: Work) -> None:
+    def add(self, request: ScheduledRequest) -> None:
         """Put the request in the queue; the adaptive wait and the anchor `last` learn from its arrival."""
-        self.queue.add(work)
-        self._hazard.arrived(work.arrived_s)
+        self.queue.add(request)
+        self._hazard.arrived(request.arrived_s)
 
     def probe(self, token_ids: tuple[int, ...]) -> PaddedStart | None:
         """As a batch of its own, so only between two."""
@@ -208,7 +208,7 @@ class DynamicScheduler:
         if self.queue.remove(key) is not None:
             return
         for row in self._rows:
-            if row.work.key == key and row.ended_s is None:
+            if row.request.key == key and row.ended_s is None:
                 row.ended_s = now_s
         if self._in_flight is None:
             self._close_batch(now_s)
@@ -216,7 +216,7 @@ class DynamicScheduler:
     def slot_phases(self) -> Sequence[tuple[int, RowPhase]]:
         """The rows in the tensors, the finished ones too: they are computed like the others."""
         live: RowPhase = "prefill" if isinstance(self._in_flight, PaddedStart) else "decode"
-        return [(row.work.key, live if row.ended_s is None else "kept") for row in self._rows]
+        return [(row.request.key, live if row.ended_s is None else "kept") for row in self._rows]
 
     def releases(self) -> Sequence[Release]:
         """Rows of batches that have ended since the last call."""
@@ -227,9 +227,9 @@ class DynamicScheduler:
         """What the batch has cost so far."""
         return self.ledger.report(key)
 
-    def work(self, key: int) -> Work | None:
+    def request(self, key: int) -> ScheduledRequest | None:
         """The request, waiting or in the batch."""
-        running = (row.work for row in self._rows if row.work.key == key)
+        running = (row.request for row in self._rows if row.request.key == key)
         return self.queue.get(key) or next(running, None)
 
     def cache(self) -> None:
@@ -239,16 +239,16 @@ class DynamicScheduler:
         self._in_flight = plan
         return Step(plan, started)
 
-    def _affordable(self, works: tuple[Work, ...]) -> tuple[Work, ...]:
+    def _affordable(self, requests: tuple[ScheduledRequest, ...]) -> tuple[ScheduledRequest, ...]:
         """As many of them, from the first on, as one step has time to prefill; one in any case."""
         if self._bound is None:
-            return works
+            return requests
         most, longest = self._bound.tokens(decode_rows=0), 0
-        for count, work in enumerate(works):
-            longest = max(longest, len(work.token_ids))
+        for count, request in enumerate(requests):
+            longest = max(longest, len(request.token_ids))
             if count and longest * (count + 1) > most:
-                return works[:count]
-        return works
+                return requests[:count]
+        return requests
 
     def _compact(self) -> tuple[int, ...] | None:
         """Once half of the rows are done, the indices of those that stay."""
@@ -265,7 +265,7 @@ class DynamicScheduler:
             return
         for row in self._departed + self._rows:
             ended_s = row.ended_s if row.ended_s is not None else now_s
-            self._releases.append(Release(row.work.key, now_s - ended_s, self.ledger.leave(row.work.key)))
+            self._releases.append(Release(row.request.key, now_s - ended_s, self.ledger.leave(row.request.key)))
         self._rows, self._departed = [], []
         self._idle_since_s = now_s
         self._hazard.batch_took(now_s - self._batch_started_s)

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from wsbatch.batching.queue import Work
+from wsbatch.batching.queue import ScheduledRequest
 
 
 class Client(NamedTuple):
@@ -25,8 +25,8 @@ NOBODY = Client()
 
 
 def sheddable(
-    waiting: Iterable[tuple[Client, Work]], client: Client, *, priority: int, max_requests: int
-) -> list[Work]:
+    waiting: Iterable[tuple[Client, ScheduledRequest]], client: Client, *, priority: int, max_requests: int
+) -> list[ScheduledRequest]:
     """The waiting requests that may be dropped for a request of this client, in the order in which they give way.
 
     They are less urgent than it. Requests of other peers are among them only while the client's peer waits with less
@@ -39,16 +39,16 @@ def sheddable(
     share = max(1, max_requests // peers)
     beyond = {peer: max(0, count - share) for peer, count in counts.items()}
     own = counts[client.peer]
-    works: list[Work] = []
-    for other, work in sorted(waiting, key=lambda each: (each[1].priority, each[1].order), reverse=True):
-        if work.priority <= priority:
+    requests: list[ScheduledRequest] = []
+    for other, request in sorted(waiting, key=lambda each: (each[1].priority, each[1].order), reverse=True):
+        if request.priority <= priority:
             break
         if other.peer == client.peer:
-            works.append(work)
+            requests.append(request)
         elif own < share and beyond[other.peer]:
             beyond[other.peer] -= 1
-            works.append(work)
-    return works
+            requests.append(request)
+    return requests
 
 
 @dataclass(slots=True)

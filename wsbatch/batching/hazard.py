@@ -1,4 +1,4 @@
-"""When does waiting for company pay? Learnt from the gaps between arrivals.
+"""When does it pay to hold a request back while a batch fills up? Learnt from the gaps between arrivals.
 
 Holding n requests for a moment costs n times that moment; a request that arrives in it and joins gains S, a batch's
 duration, which it would have had to sit out. So a moment of waiting pays while h(g) * S > n, with h(g) the hazard: the

@@ -12,7 +12,7 @@ AGEING_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class ScheduledRequest:
     """A request as a scheduler sees it.
 
     Attributes:
@@ -48,15 +48,15 @@ class WaitingQueue:
     """The waiting requests in the order in which they should be served."""
 
     def __init__(self) -> None:
-        self._ordered: list[Work] = []
-        self._by_key: dict[int, Work] = {}
+        self._ordered: list[ScheduledRequest] = []
+        self._by_key: dict[int, ScheduledRequest] = {}
         self._tokens = 0
         self._of_class: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._ordered)
 
-    def __iter__(self) -> Iterator[Work]:
+    def __iter__(self) -> Iterator[ScheduledRequest]:
         return iter(self._ordered)
 
     def __contains__(self, key: object) -> bool:
@@ -75,25 +75,25 @@ class WaitingQueue:
         """The least urgent class among the waiting; -1 where nobody waits."""
         return max(self._of_class, default=-1)
 
-    def add(self, work: Work) -> None:
+    def add(self, request: ScheduledRequest) -> None:
         """Put a request in its place. The key must be new."""
-        if work.key in self._by_key:
-            raise ValueError(f"key {work.key} is already waiting")
-        bisect.insort(self._ordered, work, key=lambda item: item.order)
-        self._by_key[work.key] = work
-        self._tokens += len(work.token_ids)
-        self._of_class[work.priority] += 1
+        if request.key in self._by_key:
+            raise ValueError(f"key {request.key} is already waiting")
+        bisect.insort(self._ordered, request, key=lambda item: item.order)
+        self._by_key[request.key] = request
+        self._tokens += len(request.token_ids)
+        self._of_class[request.priority] += 1
 
-    def get(self, key: int) -> Work | None:
+    def get(self, key: int) -> ScheduledRequest | None:
         """The waiting request with this key, if there is one."""
         return self._by_key.get(key)
 
-    def remove(self, key: int) -> Work | None:
+    def remove(self, key: int) -> ScheduledRequest | None:
         """Take a request out; None if it is not here."""
-        work = self._by_key.pop(key, None)
-        if work is not None:
-            index = bisect.bisect_left(self._ordered, work.order, key=lambda item: item.order)
+        request = self._by_key.pop(key, None)
+        if request is not None:
+            index = bisect.bisect_left(self._ordered, request.order, key=lambda item: item.order)
             del self._ordered[index]
-            self._tokens -= len(work.token_ids)
-            self._of_class -= Counter([work.priority])
-        return work
+            self._tokens -= len(request.token_ids)
+            self._of_class -= Counter([request.priority])
+        return request

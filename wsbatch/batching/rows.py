@@ -1,8 +1,8 @@
 """The rows of continuous batching and the KV blocks they hold: who may grow, who must give way.
 
 KV memory is taken block by block. Where a row needs a block and there is none, the least urgent row behind it is
-preempted: its blocks are freed, and it comes back at its old place in `Work.order` and prefills its prompt and output
-anew (vLLM's recomputation). A row with nobody behind it keeps what it has and waits a step: to preempt itself would
+preempted: its blocks are freed, and it comes back at its old place in the order and prefills its prompt and output anew
+(vLLM's recomputation). A row with nobody behind it keeps what it has and waits a step: to preempt itself would
 free its blocks for nobody.
 
 Why this never locks up: of the running rows the most urgent may take from all others, and a request alone fits the
@@ -14,7 +14,7 @@ there is room for a token of the most urgent row, or of one of those.
 import bisect
 
 from wsbatch.batching.blocks import BlockPool
-from wsbatch.batching.queue import Work
+from wsbatch.batching.queue import ScheduledRequest
 
 MAX_PREEMPTIONS = 3
 """How often a row is preempted at most."""
@@ -24,14 +24,14 @@ class Row:
     """A request past the queue: running while it holds blocks, preempted while it holds none.
 
     Attributes:
-        work: the request.
-        order: its `Work.order`.
+        request: the request.
+        order: its `ScheduledRequest.order`.
         tokens: prompt and output so far.
         limit: how long `tokens` may get.
         prompt_end: prefilling up to this position; after a preemption that includes output.
         table: its blocks.
         computed: positions whose KV is in them.
-        furthest: positions whose KV was there at some time; up to here the work is recomputation.
+        furthest: positions whose KV was there at some time; up to here computing is recomputation.
         published: leading blocks that the prefix index knows.
         planned: tokens in the step that is being planned or in flight.
         preemptions: how often it was preempted.
@@ -48,16 +48,16 @@ class Row:
         "preemptions",
         "prompt_end",
         "published",
+        "request",
         "table",
         "tokens",
-        "work",
     )
 
-    def __init__(self, work: Work) -> None:
-        self.work = work
-        self.order = work.order
-        self.tokens = list(work.token_ids)
-        self.limit = len(self.tokens) + work.max_new_tokens
+    def __init__(self, request: ScheduledRequest) -> None:
+        self.request = request
+        self.order = request.order
+        self.tokens = list(request.token_ids)
+        self.limit = len(self.tokens) + request.max_new_tokens
         self.prompt_end = len(self.tokens)
         self.table: tuple[int, ...] = ()
         self.computed = self.furthest = self.published = self.planned = self.preemptions = 0
@@ -69,7 +69,7 @@ class Row:
         return self.preemptions >= MAX_PREEMPTIONS
 
     def __repr__(self) -> str:
-        return f"<Row {self.work.key}: {self.computed}/{len(self.tokens)} tokens in blocks {self.table}>"
+        return f"<Row {self.request.key}: {self.computed}/{len(self.tokens)} tokens in blocks {self.table}>"
 
 
 class Rows:

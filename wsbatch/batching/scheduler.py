@@ -6,7 +6,7 @@ from typing import Protocol, TypeAlias
 
 from wsbatch.batching.accounting import Ledger, RowReport
 from wsbatch.batching.costs import StepCost
-from wsbatch.batching.queue import WaitingQueue, Work
+from wsbatch.batching.queue import ScheduledRequest, WaitingQueue
 from wsbatch.messages import RowPhase, TokenLogprobs
 from wsbatch.steps import StepPlan, StepResult
 
@@ -97,7 +97,7 @@ class Scheduler(Protocol):
         """Live requests past the queue."""
         ...
 
-    def add(self, work: Work) -> None:
+    def add(self, request: ScheduledRequest) -> None:
         """Put a new request in the queue."""
         ...
 
@@ -134,13 +134,13 @@ class Scheduler(Protocol):
         ...
 
     def report(self, key: int) -> RowReport | None:
-        """The company of a request that runs and is not yet released; None for others."""
+        """What the steps of a request have cost that runs and is not yet released; None for others."""
         ...
 
     def cache(self) -> CacheStats | None:
         """The KV pool's numbers; None for a scheduler without one."""
         ...
 
-    def work(self, key: int) -> Work | None:
+    def request(self, key: int) -> ScheduledRequest | None:
         """The request, waiting or running."""
         ...

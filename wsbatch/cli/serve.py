@@ -118,7 +118,7 @@ class _Replicas:
                 try:
                     if number == signal.SIGHUP:
                         LOG.info("replacing %d replicas, one at a time", len(fleet.actors))
-                        await fleet.roll()
+                        await fleet.replace_all()
                     else:
                         await fleet.scale(len(fleet.actors) + (1 if number == signal.SIGTTIN else -1))
                     LOG.info("there are %d replicas", len(fleet.actors))

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from wsbatch.batching.admission import Admission, Place
 from wsbatch.batching.fairness import Client, FairShare, sheddable
-from wsbatch.batching.queue import Work
+from wsbatch.batching.queue import ScheduledRequest
 from wsbatch.batching.scheduler import Scheduler
 from wsbatch.config import EngineConfig
 from wsbatch.errors import BadRequest, NeverFits, QueueFull
@@ -15,7 +15,7 @@ from wsbatch.steps import ModelInfo
 from wsbatch.wire import WireLimits
 from wsbatch.wire.generate import GenerateFields
 
-Waiting: TypeAlias = Iterable[tuple[Client, Work]]
+Waiting: TypeAlias = Iterable[tuple[Client, ScheduledRequest]]
 """The requests in the queue, each with whose it is."""
 
 
@@ -88,7 +88,7 @@ class AdmissionControl:
 
     def requests_to_shed(
         self, request: GenerateRequest, client: Client, tokens: int, place: Place, waiting: Waiting
-    ) -> list[Work]:
+    ) -> list[ScheduledRequest]:
         """Who has to leave the queue for a request of so many tokens: nobody where there is room.
 
         Raises QueueFull where it cannot be let in even so, or would break a latency goal: nobody is to give way for
@@ -99,7 +99,7 @@ class AdmissionControl:
         full = self._places.lacks(place, tokens)
         if full is None:
             return []
-        victims: list[Work] = []
+        victims: list[ScheduledRequest] = []
         freed = 0
         for victim in self._sheddable(client, request.priority, waiting):
             victims.append(victim)
@@ -132,7 +132,7 @@ class AdmissionControl:
     def _sheddable_count(self, client: Client, priority: int, waiting: Waiting) -> int:
         return len(self._sheddable(client, priority, waiting)) if self._places.full else 0
 
-    def _sheddable(self, client: Client, priority: int, waiting: Waiting) -> list[Work]:
+    def _sheddable(self, client: Client, priority: int, waiting: Waiting) -> list[ScheduledRequest]:
         if self._scheduler.queue.least_urgent <= priority:  # found out at once: most refusals are of this kind
             return []
         return sheddable(waiting, client, priority=priority, max_requests=self._config.max_queue_requests)

@@ -13,7 +13,7 @@ from math import inf
 
 from wsbatch.batching.admission import Place
 from wsbatch.batching.fairness import NOBODY, Client
-from wsbatch.batching.queue import Work
+from wsbatch.batching.queue import ScheduledRequest
 from wsbatch.batching.scheduler import Decision, Idle, Scheduler, Step, WaitUntil
 from wsbatch.config import EngineConfig
 from wsbatch.engine.admission import AdmissionControl
@@ -153,7 +153,7 @@ class EngineCore:
         place.fill(len(token_ids))
         self._last_key += 1
         sampling = request.sampling.seeded()
-        work = Work(
+        scheduled = ScheduledRequest(
             key=self._last_key,
             token_ids=token_ids,
             max_new_tokens=sampling.most_tokens - len(request.resume_token_ids),
@@ -163,8 +163,8 @@ class EngineCore:
             turn_s=self._admission.turn_s(client, arrived_s),
         )
         held_s = self._hold.reading_s(now_s)
-        live = LiveRequest(outbox, work=work, output=output, place=place, client=client, held_before_s=held_s)
-        outbox.key = work.key
+        live = LiveRequest(outbox, scheduled=scheduled, output=output, place=place, client=client, held_before_s=held_s)
+        outbox.key = scheduled.key
         outbox.accept(Accepted(request.id, len(prompt_ids), len(self.scheduler.queue), sampling.seed or 0))
         self.metrics.prompt_tokens.inc(len(prompt_ids))
         self._requests.add(live, self.queue_deadline_s(request, arrived_s))
@@ -211,7 +211,7 @@ class EngineCore:
             self._slot_phases, outcome.cost, tokens=len(outcome.tokens), started_s=began_s, ended_s=now_s
         )
         if outcome.tokens:
-            self.health.succeeded(self._requests[outcome.tokens[0].key].work.token_ids)
+            self.health.succeeded(self._requests[outcome.tokens[0].key].scheduled.token_ids)
         self._requests.deliver(outcome.tokens, now_s)
         self._requests.finish_released(now_s)
         self._changed()
@@ -265,14 +265,14 @@ class EngineCore:
         """How much work there is."""
         queue = self.scheduler.queue
         running = self._requests.past_queue
-        oldest_s = min((work.arrived_s for work in queue), default=now_s)
+        oldest_s = min((each.arrived_s for each in queue), default=now_s)
         began_s = self._step_began_s
         refusal = self.refusal(now_s)
         return Status(
             state="dead" if self.death else "draining" if self.draining else "ready",
             waiting=len(queue),
             running=sum(live.reason is None for live in running),
-            queued_tokens=sum(len(work.token_ids) + work.max_new_tokens for work in queue),
+            queued_tokens=sum(len(each.token_ids) + each.max_new_tokens for each in queue),
             running_tokens=sum(live.tokens_left for live in running),
             max_batch_size=self._config.max_batch_size,
             queue_ms=round((now_s - oldest_s) * 1000, 3),

@@ -1,4 +1,4 @@
-"""A clock that runs only while a batching policy holds requests for company although the model is free."""
+"""A clock that runs only while a batching policy holds requests back although the model is free."""
 
 
 class HoldClock:

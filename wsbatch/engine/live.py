@@ -16,7 +16,7 @@ class LiveRequests:
     """One record each, by key.
 
     Args:
-        scheduler: gets their work, and is told who is over.
+        scheduler: gets the new requests, and learns which have ended.
         admission: gets back the places of those that leave the queue.
         metrics: count the endings.
         max_unsent_tokens: more may not be unread for long.
@@ -62,13 +62,13 @@ class LiveRequests:
 
     def waiting(self) -> Waiting:
         """Those in the queue, in its order."""
-        return ((self._by_key[work.key].client, work) for work in self._scheduler.queue)
+        return ((self._by_key[each.key].client, each) for each in self._scheduler.queue)
 
     def add(self, live: LiveRequest, queue_deadline_s: float) -> None:
         """It waits from now on, until then at most."""
         self._by_key[live.key] = live
         self._deadlines.set(live.key, queue_deadline_s)
-        self._scheduler.add(live.work)
+        self._scheduler.add(live.scheduled)
 
     def start(self, key: int, held_s: float, now_s: float) -> None:
         """Its first step begins. `held_s` is the reading of the engine's hold clock."""

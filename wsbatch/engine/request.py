@@ -5,12 +5,12 @@ from math import inf
 from wsbatch.batching.accounting import RowReport
 from wsbatch.batching.admission import Place
 from wsbatch.batching.fairness import Client
-from wsbatch.batching.queue import Work
+from wsbatch.batching.queue import ScheduledRequest
 from wsbatch.engine.outbox import Outbox
 from wsbatch.engine.output import Output
 from wsbatch.messages import BatchReport, Finished, FinishReason, GenerateRequest, Timing, TokenLogprobs, Usage
 
-_NO_COMPANY = RowReport(max_size=0, mean_size=0.0, issued_tokens=0, useful_tokens=0, cached_tokens=0)
+_NO_STEPS = RowReport(max_size=0, mean_size=0.0, issued_tokens=0, useful_tokens=0, cached_tokens=0)
 
 
 class LiveRequest:
@@ -18,7 +18,7 @@ class LiveRequest:
 
     Args:
         outbox: where its events go.
-        work: what the scheduler knows of it.
+        scheduled: what the scheduler knows of it.
         output: its tokens and text.
         place: its place in the queue.
         client: whose it is.
@@ -31,10 +31,17 @@ class LiveRequest:
     """
 
     def __init__(
-        self, outbox: Outbox, *, work: Work, output: Output, place: Place, client: Client, held_before_s: float
+        self,
+        outbox: Outbox,
+        *,
+        scheduled: ScheduledRequest,
+        output: Output,
+        place: Place,
+        client: Client,
+        held_before_s: float,
     ) -> None:
         self.outbox = outbox
-        self.work = work
+        self.scheduled = scheduled
         self.output = output
         self.place = place
         self.client = client
@@ -42,7 +49,7 @@ class LiveRequest:
         self.reason: FinishReason | None = None
         self.started_s: float | None = None
         self.batch_wait_s = 0.0
-        self._prompt_tokens = len(work.token_ids) - len(self.request.resume_token_ids)
+        self._prompt_tokens = len(scheduled.token_ids) - len(self.request.resume_token_ids)
         self._first_token_s: float | None = None
 
     def __repr__(self) -> str:
@@ -51,7 +58,7 @@ class LiveRequest:
     @property
     def key(self) -> int:
         """The engine's own number for it."""
-        return self.work.key
+        return self.scheduled.key
 
     @property
     def request(self) -> GenerateRequest:
@@ -66,7 +73,7 @@ class LiveRequest:
     @property
     def deadline_s(self) -> float:
         """When the whole request has taken too long; infinity where it has no such bound."""
-        return self.work.arrived_s + (self.request.timeout_ms or inf) / 1000
+        return self.scheduled.arrived_s + (self.request.timeout_ms or inf) / 1000
 
     def start(self, held_s: float, now_s: float) -> None:
         """Its first step begins. `held_s` is the reading of the engine's hold clock."""
@@ -98,24 +105,24 @@ class LiveRequest:
         if stopped and self.reason == "length":  # what came free last completes a stop string
             self.reason = "stop"
         whole = not self.request.stream
-        company = report or _NO_COMPANY
+        steps = report or _NO_STEPS
         return Finished(
             self.request.id,
             self.reason,
             text,
-            Usage(self._prompt_tokens, len(self.output.token_ids), company.cached_tokens),
+            Usage(self._prompt_tokens, len(self.output.token_ids), steps.cached_tokens),
             timing(
-                arrived_s=self.work.arrived_s,
+                arrived_s=self.scheduled.arrived_s,
                 started_s=self.started_s,
                 first_token_s=self._first_token_s,
                 ended_s=now_s,
                 batch_wait_ms=_ms(self.batch_wait_s),
             ),
             BatchReport(
-                company.max_size,
-                round(company.mean_size, 3),
-                company.issued_tokens,
-                company.useful_tokens,
+                steps.max_size,
+                round(steps.mean_size, 3),
+                steps.issued_tokens,
+                steps.useful_tokens,
                 _ms(hol_delay_s),
             ),
             tuple(self.output.token_ids) if whole else None,

@@ -46,7 +46,7 @@ class Usage:
 class Timing:
     """Milliseconds from the request's arrival. `ttft_ms` is 0 where no token came; `prefill_ms` from dispatch on.
 
-    `batch_wait_ms` is the part of `queue_ms` in which the model was free and the policy held requests for company.
+    `batch_wait_ms` is the part of `queue_ms` in which the model was free and the policy held requests back.
     """
 
     queue_ms: float

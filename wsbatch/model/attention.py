@@ -207,7 +207,7 @@ def _varlen(q: Tensor, keys: Tensor, values: Tensor, at: Varlen, scale: float, w
         seqused_k=at.kv_lens,
         block_table=at.block_tables,
         # Left to itself FlashAttention 2 may split a row's KV, and then writes every row's output over the first
-        # (pytorch issue 194167). One split also makes a row's result independent of its company.
+        # (pytorch issue 194167). One split also makes a row's result independent of the other rows.
         num_splits=1,
     )
     assert isinstance(out, Tensor)  # only return_aux makes it a pair

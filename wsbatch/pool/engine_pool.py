@@ -78,7 +78,7 @@ class EnginePool(Submits):
         await self._wait_ended(grace_s, lambda: replica.live)
         for route in list(self._routes.values()):
             if route.attempt is not None and route.attempt.replica is replica:
-                route.vacate()
+                route.move_away()
         await self._wait_ended(_LAST_ANSWERS_S, lambda: replica.live)
         self.replicas.let_go(replica)
 

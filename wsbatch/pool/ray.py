@@ -128,7 +128,7 @@ class Fleet:
             for name in list(self.actors)[count:]:
                 await self.stop(name)
 
-    async def roll(self) -> None:
+    async def replace_all(self) -> None:
         """Replace every replica, one at a time, without failing a request. Raises WsbatchError where a new one does
         not get ready; then the rest is left as it is.
 

@@ -181,14 +181,14 @@ class Replica:
         self.probe = probe
         self.gone = trio.Event()
         self.tell(f"is there: {probe.hello.model} in {probe.hello.dtype}", logging.INFO)
-        self.heard(status)
+        self.update_status(status)
 
     def connected(self, client: Client) -> None:
         """There is a connection for requests."""
         self.clients.append(client)
         self._on_change(self)
 
-    def heard(self, status: Status, *, known_tokens: int = 0) -> None:
+    def update_status(self, status: Status, *, known_tokens: int = 0) -> None:
         """It has said what it has to do; `known_tokens` of the `sent_tokens` had been sent before it was asked."""
         self.status = status
         self._answered_s = self._clock.now_s()
@@ -211,9 +211,9 @@ class Replica:
         self.stranded[client] = self._clock.now_s()
         self.in_doubt.set()
         if self.draining:
-            self.settle([client])
+            self.release_connections([client])
 
-    def settle(self, clients: Iterable[Client], *, alive: bool = True) -> None:
+    def release_connections(self, clients: Iterable[Client], *, alive: bool = True) -> None:
         """These connections have ended, and the replica is alive all the same, or does not say. What was on them goes
         on."""
         for client in clients:

@@ -169,7 +169,7 @@ class Route:
         else:
             self.fail(Draining("the router is shutting down", retry_after_ms=1000))
 
-    def vacate(self) -> None:
+    def move_away(self) -> None:
         """Its replica is let go of in good order, which nobody is to blame for: go on elsewhere. Where no other replica
         may, it ends with `shutdown`."""
         if not self._has_successor:

@@ -60,7 +60,7 @@ class Upkeep:
 
     async def run(self) -> None:
         """Keep the replica connected until its `scope` is cancelled; lost, it is tried again after a growing pause."""
-        pauses = _Pauses(self._config.reconnect_max_s)
+        pauses = _Backoff(self._config.reconnect_max_s)
         with self._replica.scope:
             try:
                 while True:
@@ -95,7 +95,7 @@ class Upkeep:
 
     async def _keep_connection(self) -> None:
         """A connection for requests, made anew when it has ended, until the replica drains."""
-        pauses = _Pauses(self._config.reconnect_max_s)
+        pauses = _Backoff(self._config.reconnect_max_s)
         told = ""
         while not self._replica.draining:
             try:
@@ -138,8 +138,8 @@ class Upkeep:
                 if not probe.lost:
                     replica.lose(str(error))
                 return
-            replica.heard(status, known_tokens=known_tokens)
-            replica.settle(stranded)
+            replica.update_status(status, known_tokens=known_tokens)
+            replica.release_connections(stranded)
 
     async def _watch_silence(self, probe: Client) -> None:
         """Any message, on any connection, is a sign of life."""
@@ -149,7 +149,7 @@ class Upkeep:
             await trio.sleep(min(_LOOK_S, stall_s / 4))
             late_s = self._clock.now_s() - _DOUBT_S
             late = [client for client, since_s in self._replica.stranded.items() if since_s <= late_s]
-            self._replica.settle(late, alive=False)
+            self._replica.release_connections(late, alive=False)
             last_s = max(client.heard_s for client in (probe, *self._replica.clients))
             if last_s != heard_s:
                 heard_s, since_s = last_s, self._clock.now_s()
@@ -169,7 +169,7 @@ class Upkeep:
             raise ConnectionLost(f"a step of it has been running for {status.step_ms / 1000:.3g} s")
 
 
-class _Pauses:
+class _Backoff:
     """Pauses between attempts at a connection, each twice as long as the one before."""
 
     def __init__(self, longest_s: float) -> None:

@@ -10,7 +10,7 @@ from math import nan
 from typing import Any, Protocol
 
 from wsbatch.batching.costs import CostModel, StepCost
-from wsbatch.batching.queue import Work
+from wsbatch.batching.queue import ScheduledRequest
 from wsbatch.batching.scheduler import Decision, Scheduler, Step, StepOutcome
 from wsbatch.config import EngineConfig
 from wsbatch.messages import DEFAULT_PRIORITY, SamplingParams
@@ -117,7 +117,7 @@ class BareEngine:
         """Put a request in the queue, under a key of its own."""
         self._budget[key] = self._left[key] = request.output_tokens
         self.scheduler.add(
-            Work(
+            ScheduledRequest(
                 key=key,
                 token_ids=request.prompt_ids,
                 max_new_tokens=request.output_tokens,
