@@ -42,7 +42,6 @@ from wsbatch_bench.sweep.slo import Slo, parse_slo
 from wsbatch_bench.trio_run import Unreachable, run_trio
 
 MISSED, INVALID, UNDECIDED = 1, 3, 5
-_MESSAGE = 200  # characters of one that is shown
 _UNKNOWN = Setting("unknown", 1)  # how the server is set, nobody says here
 
 _DESCRIPTION = """\
@@ -218,9 +217,7 @@ def _notes(done: LoadRun, target: Target) -> list[str]:
             f"connections          {target.opened} opened beforehand, {target.connections - target.opened} under load"
         )
     first = {record.error: record for record in reversed(done.records) if record.message}
-    for code, record in first.items():
-        message = " ".join(record.message.split())  # perhaps a page of HTML
-        lines.append(f"first {code:14} request {record.index}: {message[:_MESSAGE]}")
+    lines += [f"first {code:14} request {record.index}: {record.message}" for code, record in first.items()]
     return lines
 
 

@@ -7,6 +7,7 @@ from math import inf, nan
 from wsbatch.messages import BatchReport, SamplingParams, Timing
 from wsbatch_bench.sampling import GREEDY
 
+_MESSAGE = 200  # characters of it
 TTFT_PARTS = ("client_lag", "network", "queue", "batch_wait", "prefill")
 
 
@@ -94,7 +95,8 @@ class Record:
 
     def failed(self, error: str, now_s: float, message: str = "", *, unreached: bool = False) -> None:
         """It ended without an answer."""
-        self.error, self.message, self.unreached = error, message, unreached
+        self.error, self.unreached = error, unreached
+        self.message = " ".join(message.split())[:_MESSAGE]  # perhaps a page of HTML
         self.ended_s = now_s
 
     def ttft_parts_s(self) -> dict[str, float] | None:
