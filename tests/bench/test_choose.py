@@ -5,7 +5,7 @@ from math import inf, nan
 import pytest
 
 from wsbatch_bench.sweep.cell import Cell, CellResult
-from wsbatch_bench.sweep.choose import choice_lines, choose, refine
+from wsbatch_bench.sweep.choose import Choice, choice_lines, choose, refine, settle
 from wsbatch_bench.sweep.slo import parse_slo
 
 from .harness import cell
@@ -118,6 +118,52 @@ def test_refinement_goes_beyond_the_rates_of_the_sweep() -> None:
     assert measured == [2.0, 4.0, 8.0, 6.0, 5.0]
     assert choice.chosen is not None
     assert (choice.chosen.passed, choice.chosen.open_until) == (5.0, 6.0)
+
+
+def test_a_setting_is_not_measured_beyond_its_capacity() -> None:
+    cells = [cell(8, rate=2.0, capacity=2.6, capacity_low=2.5, capacity_high=2.7)]
+    measured: list[float] = []
+
+    def measure(what: Cell) -> CellResult:
+        measured.append(what.rate)
+        return cell(8, rate=what.rate, capacity=2.6, capacity_low=2.5, capacity_high=2.7)
+
+    refine(cells, SLO, measure, rounds=9)
+    assert measured[:2] == [2.25, 2.375]
+    assert max(measured) < 2.5
+
+
+def settled(limits: dict[int, tuple[float, float]]) -> Choice:
+    """By batch size, what it carries on one trace and on another."""
+
+    def measure(what: Cell, seed: int = 0) -> CellResult:
+        size = what.setting.max_batch_size
+        holds = what.rate <= limits[size][seed]
+        return cell(size, rate=what.rate, seed=seed, e2e_p95_high_s=3.5 if holds else 9.0)
+
+    first = [measure(Cell(cell(size).setting, 0.5, 1.0)) for size in limits]
+    cells = settle(first, SLO, measure, lambda what: measure(what, 1), rounds=12)
+    return choose(cells, SLO)
+
+
+def test_the_winner_is_confirmed_on_another_trace() -> None:
+    choice = settled({8: (2.7, 3.0), 4: (1.2, 1.2)})
+    assert choice.chosen is not None
+    assert choice.chosen.confirmed
+    assert choice.chosen.passed == pytest.approx(2.7, rel=0.02)
+    assert any("two traces" in line for line in choice_lines(choice, {"model": "demo"}))
+
+
+def test_a_winner_that_was_lucky_gives_way() -> None:
+    """On another trace it carries less than the second best, or less than it seemed."""
+    choice = settled({8: (2.7, 0.9), 4: (2.5, 2.6)})
+    assert choice.chosen is not None
+    assert choice.chosen.confirmed
+    assert choice.chosen.setting.max_batch_size == 4
+    alone = settled({8: (2.7, 2.2)}).chosen
+    assert alone is not None
+    assert alone.confirmed
+    assert alone.passed <= 2.2
 
 
 @pytest.mark.parametrize("text", ["e2e_p95<5s", "e2e_p95<=5", "p95<=5s", "success>=99", "e2e_p95<=5s;ttft_p95<=1s"])

@@ -177,6 +177,6 @@ def test_a_server_that_falls_behind_is_left_early() -> None:
 
 
 def test_a_server_that_keeps_up_is_not() -> None:
-    run = load(short_trace(200), 20.0, warmup=20, stop_unstable=True)
+    run = load(short_trace(300), 20.0, warmup=20, stop_unstable=True)
     assert not run.stopped_early
     assert judge(run.sojourns, run.window_s[0], run.measured[-1].scheduled_s).verdict == "stable"

@@ -159,11 +159,19 @@ def test_what_no_replica_has_room_for_is_refused_and_overload_is_stopped() -> No
     assert summarise(overload).stability.verdict == "unstable"
 
 
-def test_a_closed_loop_has_no_rate_to_plan_for() -> None:
-    with pytest.raises(ValueError, match="open loop only"):
-        STAGE.run(
-            Setting("continuous", 1), LoadPlan(trace=short_trace(9, "closed:clients=2"), rate=1, warmup=0, measured=9)
-        )
+@pytest.mark.parametrize("setting", [Setting("continuous", 4), Setting("dynamic", 4)], ids=str)
+def test_a_closed_loop_by_events_serves_what_the_whole_server_does(setting: Setting) -> None:
+    """Not to the digit: whose next request is first is decided by the order of tasks there, of events here."""
+    load = LoadPlan(trace=short_trace(400, "closed:clients=8,think_ms=5"), rate=1.0, warmup=20, measured=200)
+    events, whole = summarise(STAGE.run(setting, load)), summarise(VirtualStage(STAGE.costs).run(setting, load))
+    assert events.request_throughput == pytest.approx(whole.request_throughput, rel=0.02)
+    assert events.e2e.mean == pytest.approx(whole.e2e.mean, rel=0.02)
+
+
+def test_a_client_that_is_refused_does_not_ask_at_once() -> None:
+    setting = Setting("continuous", 1, 0.0, (("max_queue_requests", 1),))
+    load = LoadPlan(trace=short_trace(99, "closed:clients=4"), rate=1.0, warmup=0, measured=20)
+    assert 0 < summarise(STAGE.run(setting, load)).errors["queue_full"] < 20
 
 
 @dataclass(frozen=True)

@@ -314,10 +314,17 @@ async def test_tokens_are_counted_and_not_frames(autojump_clock: MockClock) -> N
 
 
 def test_a_real_run_is_consistent_with_itself() -> None:
-    run = load(short_trace(80), 20.0, warmup=10)
+    run = load(short_trace(300), 20.0, warmup=10)
     summary = summarise(run)
     assert summary.client_tokens == summary.server_tokens
     assert summary.invalid == ()
     assert summary.stability.verdict == "stable"
     assert summary.stability.little_ratio == pytest.approx(1, abs=0.15)
     assert 0 < summary.slot_utilization <= 1
+
+
+def test_of_requests_that_all_come_at_once_no_stability_is_claimed() -> None:
+    stability = summarise(load(short_trace(60), inf)).stability
+    assert stability.verdict == "undecided"
+    assert isnan(stability.growth.value)
+    assert isnan(stability.little_ratio)

@@ -1,12 +1,20 @@
 """The sweep in virtual time: a few cells, resumed, drawn; settings and the command that serves them."""
 
 import json
+from dataclasses import replace
 from math import inf, isnan, nan
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from wsbatch.batching.costs import CostModel
+from wsbatch_bench.load.generator import LoadPlan
+from wsbatch_bench.load.specs import parse_lengths
+from wsbatch_bench.load.summary import summarise
+from wsbatch_bench.load.trace import draw_trace
+from wsbatch_bench.plan.pool_sim import PoolStage
 from wsbatch_bench.sweep.cell import Cell, CellResult, from_json, to_json
 from wsbatch_bench.sweep.choose import choose
 from wsbatch_bench.sweep.files import SweepDocument, pareto, read_sweep
@@ -56,6 +64,76 @@ def test_a_cell_is_the_same_every_time_and_another_seed_is_another_result() -> N
 def test_capacity_is_what_a_full_batch_always_waiting_gives() -> None:
     """Batches of 4 rows of 20 prompt and 10 output tokens: 0.018 + 9 * 0.014 = 0.144 s for 4 requests."""
     assert sweep().capacity(Setting("dynamic", 4)) == pytest.approx(4 / 0.144, rel=0.05)
+
+
+WORKLOADS = ("fixed:tokens=10", "lognormal:median=8,sigma=0.9,max=60")
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    setting=st.builds(Setting, st.sampled_from(["dynamic", "continuous"]), st.sampled_from([1, 4, 32])),
+    outputs=st.sampled_from(WORKLOADS),
+    measured=st.sampled_from([60, 300]),
+    overload=st.floats(1.0, 2.0),
+    seed=st.integers(0, 1000),
+)
+def test_overload_never_passes(setting: Setting, outputs: str, measured: int, overload: float, seed: int) -> None:
+    """However short the run, and however lax the SLO: the rate is above what the setting was seen to serve at most."""
+    trace = draw_trace(600, prompts=parse_lengths("fixed:tokens=20"), outputs=parse_lengths(outputs), seed=seed)
+    measuring = Sweep(PoolStage(same_for_both(COSTS)), trace, warmup=10, measured=measured)
+    rate = overload * measuring.saturation(setting).rate.high
+    result = measuring.measure(Cell(setting, overload, rate))
+    assert result.verdict != "stable"
+    assert parse_slo("e2e_p95<=1000s").judge(result) != "pass"
+    assert result.capacity_low <= result.capacity <= result.capacity_high <= rate
+
+
+def test_a_cell_in_virtual_time_is_as_long_as_its_utilisation_asks() -> None:
+    trace = short_trace(200, output=3)
+    measuring = Sweep(PoolStage(same_for_both(COSTS)), trace, warmup=20, measured=100, most=2000)
+    setting = Setting("continuous", 2)
+    capacity = measuring.saturation(setting).rate
+    low, busy, full = (measuring.measure(Cell(setting, x, x * capacity.low)) for x in (0.2, 0.6, 0.99))
+    assert low.sent == 100
+    assert 500 < busy.sent <= 2000
+    assert (full.sent, full.e2e_p95_high_s) == (100, inf)  # no run that is allowed would tell
+
+
+def test_the_wait_does_not_change_what_full_batches_do() -> None:
+    measuring = sweep()
+    first = measuring.saturation(Setting("dynamic", 4, 5.0))
+    assert measuring.saturation(Setting("dynamic", 4, 50.0, (("adaptive_wait", True),))) is first
+    assert measuring.saturation(Setting("dynamic", 8, 5.0)) is not first
+
+
+def test_capacities_are_kept_for_a_resumed_sweep(tmp_path: Path) -> None:
+    setting = Setting("continuous", 2)
+    list(run_cells(sweep(), grid([setting], 40.0, (0.3,)), Results(tmp_path / "cells.jsonl")))
+    resumed = sweep()
+    object.__setattr__(resumed, "saturation", lambda setting: resumed.saturations[setting])  # it measures none again
+    assert [
+        each.label for _, each in run_cells(resumed, grid([setting], 40.0, (0.4,)), Results(tmp_path / "cells.jsonl"))
+    ]
+    assert resumed.saturations == {setting: sweep().saturation(setting)}
+
+
+def test_another_trace_is_of_the_same_law() -> None:
+    again = sweep().again()
+    assert again is not None
+    assert (again.trace.seed, len(again.trace.entries)) == (2, 120)
+    assert again.trace.outputs == sweep().trace.outputs
+    assert replace(sweep(), trace=replace(sweep().trace, arrivals="replay")).again() is None
+
+
+def test_a_prediction_counts_what_serving_adds_to_a_step() -> None:
+    """A server whose steps take 2 ms longer than the costs that it is predicted from."""
+    served, bare = replace(COSTS, tau_s=0.012), PoolStage(same_for_both(COSTS))
+    measuring = replace(sweep(), stage=PoolStage(same_for_both(served)), predictor=bare)
+    result = measuring.measure(Cell(Setting("continuous", 4), 0.5, 20.0))
+    assert result.served_gap_s == pytest.approx(0.002, rel=0.05)
+    assert abs(result.e2e_p95_error) < 0.02
+    unaware = bare.run(Setting("continuous", 4), LoadPlan(trace=measuring.trace, rate=20.0, warmup=10, measured=60))
+    assert summarise(unaware).e2e.p95.value < 0.92 * result.e2e_p95_s
 
 
 def test_overload_is_unstable_and_stopped() -> None:

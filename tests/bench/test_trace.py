@@ -252,3 +252,12 @@ def test_moments_match_draws() -> None:
     rng = random.Random(9)
     longest = [max(outputs.draw(rng) for _ in range(8)) for _ in range(4000)]
     assert fmean(longest) == pytest.approx(outputs.mean_of_longest(8), rel=0.02)
+
+
+def test_a_longer_trace_begins_as_the_shorter_one_does() -> None:
+    trace = draw_trace(50, parse_arrivals("bursts:k=4,spread_ms=10"), seed=3)
+    longer = trace.longer(200)
+    assert len(longer.entries) == 200
+    assert longer.entries[:50] == trace.entries
+    assert longer.longer(100) is longer
+    assert longer.another(4).entries != longer.entries

@@ -10,12 +10,13 @@ from wsbatch_bench.cli.choose_rate import add_rate_flags, run_rate
 from wsbatch_bench.cli.flags import WORKLOAD_HELP
 from wsbatch_bench.load.trace import load_trace
 from wsbatch_bench.numbers import Number
+from wsbatch_bench.plan.pool_sim import PoolStage
 from wsbatch_bench.sweep.cell import Cell, CellResult
-from wsbatch_bench.sweep.choose import choice_lines, choose, refine
-from wsbatch_bench.sweep.grid import Sweep
+from wsbatch_bench.sweep.choose import Measure, choice_lines, choose, settle
+from wsbatch_bench.sweep.grid import Results, Sweep, remembering
 from wsbatch_bench.sweep.setting import parse_costs_json
 from wsbatch_bench.sweep.slo import Slo, parse_slo
-from wsbatch_bench.sweep.stage import RealStage, Stage, VirtualStage
+from wsbatch_bench.sweep.stage import RealStage, Stage
 from wsbatch_bench.trio_run import Unreachable
 
 if TYPE_CHECKING:
@@ -90,15 +91,14 @@ def _run_sweep(arguments: argparse.Namespace, slo: Slo) -> int:
     document = read_sweep(arguments.sweep)
     status = 0
     if arguments.refine:
-        sweep = _sweep(document, arguments.sweep)
         cells = list(document.cells)
-
-        def measure(cell: Cell) -> CellResult:
-            cells.append(sweep.measure(cell))
-            return cells[-1]
-
         try:
-            refine(document.cells, slo, measure, rounds=arguments.refine)
+            settle(
+                document.cells,
+                slo,
+                *_measures(_sweep(document, arguments.sweep), arguments.sweep, cells),
+                rounds=arguments.refine,
+            )
         except KeyboardInterrupt:
             status = INTERRUPTED
         except (*Unreachable, RuntimeError) as error:
@@ -113,15 +113,30 @@ def _run_sweep(arguments: argparse.Namespace, slo: Slo) -> int:
     return UNDECIDED if choice.undecided else NONE
 
 
+def _measures(sweep: Sweep, out: Path, cells: list[CellResult]) -> tuple[Measure, Measure | None]:
+    """On the sweep's own trace and on another one; what was measured is added to `cells`, whatever comes after it."""
+    closer = sweep.closer()
+    again, results = closer.again(), Results(out / "cells.jsonl")
+
+    def adding(measure: Measure) -> Measure:
+        def measure_one(cell: Cell) -> CellResult:
+            cells.append(measure(cell))
+            return cells[-1]
+
+        return measure_one
+
+    return adding(remembering(closer, results)), again and adding(remembering(again, results))
+
+
 def _sweep(document: "SweepDocument", out: Path) -> Sweep:
     """The sweep that the document came from, to measure more of it. Raises ValueError or OSError."""
     meta = document.meta
     costs = None if meta["costs"] is None else parse_costs_json(meta["costs"])
-    predictor = VirtualStage(costs) if costs is not None else None
+    predictor = PoolStage(costs) if costs is not None else None
     trace = load_trace(out / "trace.jsonl")
     stage: Stage
     if meta["engine"] == "real":
         stage = RealStage(meta["model"], tuple(meta["serve_flags"]))
         return Sweep(stage, trace, meta["warmup"], meta["measured"], predictor)
     assert predictor is not None
-    return Sweep(predictor, trace, meta["warmup"], meta["measured"])
+    return Sweep(predictor, trace, meta["warmup"], meta["measured"], most=meta.get("most", 0))

@@ -76,9 +76,11 @@ class _Given(argparse.Action):
         namespace.given = [*getattr(namespace, "given", []), option_string]
 
 
-def add_workload(parser: argparse.ArgumentParser, *, measured: int, seed: int | None = 0) -> None:
-    """Add the flags of one workload. `seed` is the default; None draws one for each run."""
-    group = add_requests(parser, measured=measured, seed=seed)
+def add_workload(
+    parser: argparse.ArgumentParser, *, measured: int | None, shown: str = "%(default)s", seed: int | None = 0
+) -> None:
+    """Add the flags of one workload; see `add_requests`. `seed` is the default; None draws one for each run."""
+    group = add_requests(parser, measured=measured, shown=shown, seed=seed)
     group.add_argument("--arrivals", action=_Given, default="poisson", metavar="SPEC", help="default: %(default)s")
     group.add_argument("--burstiness", action=_Given, metavar="X", help="short for --arrivals gamma:burstiness=X")
     group.add_argument(
@@ -86,8 +88,13 @@ def add_workload(parser: argparse.ArgumentParser, *, measured: int, seed: int | 
     )
 
 
-def add_requests(parser: argparse.ArgumentParser, *, measured: int, seed: int | None = 0) -> argparse._ArgumentGroup:
-    """Add the flags that say what the requests are, and how many, but not when they come."""
+def add_requests(
+    parser: argparse.ArgumentParser, *, measured: int | None, shown: str = "%(default)s", seed: int | None = 0
+) -> argparse._ArgumentGroup:
+    """Add the flags that say what the requests are, and how many, but not when they come.
+
+    `measured` is the default number of requests, and `shown` what the help says of it.
+    """
     group = parser.add_argument_group("workload")
     for name, default in (("--prompt-lengths", DEFAULT_PROMPTS), ("--output-lengths", DEFAULT_OUTPUTS)):
         group.add_argument(name, action=_Given, default=default, metavar="SPEC", help="default: %(default)s")
@@ -96,13 +103,13 @@ def add_requests(parser: argparse.ArgumentParser, *, measured: int, seed: int | 
         type=Number(1, _MOST_REQUESTS, whole=True).flag,
         default=measured,
         metavar="N",
-        help="measured requests (default: %(default)s)",
+        help=f"measured requests (default: {shown})",
     )
     group.add_argument(
         "--num-warmups",
         type=Number(0, _MOST_REQUESTS, whole=True).flag,
         metavar="N",
-        help="requests before the measured ones, under the same load (default: a fifth of them; 0 at an infinite rate)",
+        help="requests before the measured ones, under the same load (default: a fifth; 0 where all come at once)",
     )
     drawn = "drawn for each run, and printed, so that no server knows its prompts"
     group.add_argument(

@@ -142,7 +142,7 @@ def _read(arguments: argparse.Namespace) -> _Job:
         LoadPlan(
             trace=trace,
             rate=rate,
-            warmup=read_warmups(arguments, rate),
+            warmup=read_warmups(arguments, rate if trace.closed is None else 1.0),
             measured=arguments.num_prompts,
             request_timeout_s=arguments.request_timeout_s,
             sampling=read_sampling(arguments),

@@ -24,9 +24,20 @@ from wsbatch_bench.cli.flags import (
 )
 from wsbatch_bench.load.specs import DEFAULT_OUTPUTS, DEFAULT_PROMPTS
 from wsbatch_bench.numbers import RATE, Number, numbers
+from wsbatch_bench.plan.pool_sim import PoolStage
 from wsbatch_bench.sweep.cell import Cell, CellResult
-from wsbatch_bench.sweep.choose import choice_lines, choose
-from wsbatch_bench.sweep.grid import FRACTIONS, Results, Sweep, grid, run_cells
+from wsbatch_bench.sweep.choose import REFINED, choice_lines, choose, settle
+from wsbatch_bench.sweep.grid import (
+    FRACTIONS,
+    LEAST_VIRTUAL,
+    MOST_VIRTUAL,
+    REAL,
+    Results,
+    Sweep,
+    grid,
+    remembering,
+    run_cells,
+)
 from wsbatch_bench.sweep.setting import (
     Costs,
     Setting,
@@ -38,7 +49,7 @@ from wsbatch_bench.sweep.setting import (
     setting_flag,
 )
 from wsbatch_bench.sweep.slo import parse_slo
-from wsbatch_bench.sweep.stage import RealStage, Stage, VirtualStage
+from wsbatch_bench.sweep.stage import RealStage, Stage
 from wsbatch_bench.trio_run import Unreachable
 
 _FEWEST = 40  # requests of a cell that can be judged at all
@@ -49,9 +60,12 @@ Measure every setting at three rates: throughput, latencies, slot utilisation an
 JSON and one chart. Rates are fractions of the capacity of the best dynamic setting. The same
 trace serves every cell, rescaled. A cell in which the server falls behind is stopped early.
 
---engine virtual runs the whole server in virtual time over a simulated model, whose steps cost
-tau + alpha for each decode row + beta for each prompt token: the same every time, and minutes
-for the whole grid. --engine real starts `wsbatch serve` for each cell.
+A rate above the measured capacity of its setting never passes, and a cell too short to tell is
+undecided.
+
+--engine virtual runs the schedulers in virtual time over a simulated model, whose steps cost tau
++ alpha for each decode row + beta for each prompt token: the same every time, and minutes for
+the whole grid. --engine real starts `wsbatch serve` for each cell.
 """
 
 _EPILOG = f"""\
@@ -94,8 +108,11 @@ def add_command(commands: Commands) -> None:
     add_overwrite(parser)
     add_request_timeout(parser)
     parser.add_argument("--dry-run", action="store_true", help="list the cells and the time they will take")
-    # Zero failures of fewer than 299 do not show that 99 % succeed.
-    add_workload(parser, measured=300)
+    add_workload(
+        parser,
+        measured=None,
+        shown=f"{REAL}; virtual: as many as the intervals need, {LEAST_VIRTUAL} to {MOST_VIRTUAL}",
+    )
     parser.set_defaults(run=run)
 
 
@@ -121,6 +138,12 @@ def run(arguments: argparse.Namespace) -> int:
         for index, result in run_cells(sweep, cells, results, jobs=arguments.jobs):
             done[index] = result
             print(_line(result), flush=True)
+        if arguments.slo is not None and arguments.engine == "virtual":
+            closer = sweep.closer()
+            again = closer.again()
+            measure, measure_again = remembering(closer, results), again and remembering(again, results)
+            settled = settle([*done.values()], arguments.slo, measure, measure_again, rounds=REFINED)
+            done = dict(enumerate(settled))
     except KeyboardInterrupt:
         status = INTERRUPTED
     except (*Unreachable, RuntimeError) as error:
@@ -153,15 +176,24 @@ def _sweep(arguments: argparse.Namespace, costs: Costs | None, settings: Sequenc
         check_costs(costs, settings, name=arguments.costs)
     stage: Stage
     if arguments.engine == "virtual":
-        stage, predictor = VirtualStage(costs or same_for_both(DEFAULT_COSTS)), None
+        stage, predictor = PoolStage(costs or same_for_both(DEFAULT_COSTS)), None
     else:
         stage, predictor = (
             RealStage(arguments.model, tuple(arguments.serve_flag)),
-            VirtualStage(costs) if costs else None,
+            PoolStage(costs) if costs else None,
         )
-    warmup = read_warmups(arguments, 1.0)
+    planned = arguments.num_prompts is None and stage.name == "virtual"
+    arguments.num_prompts = arguments.num_prompts or REAL
+    trace = read_trace(arguments)
+    if trace.closed is not None:
+        raise ValueError(
+            f"--arrivals is {trace.arrivals}: a rate needs an open loop (`load` and `study` have closed ones)"
+        )
+    if planned:
+        arguments.num_prompts = LEAST_VIRTUAL
+    warmup, measured = read_warmups(arguments, 1.0), arguments.num_prompts
     timeout_s = arguments.request_timeout_s if arguments.engine == "real" else inf
-    return Sweep(stage, read_trace(arguments), warmup, arguments.num_prompts, predictor, timeout_s)
+    return Sweep(stage, trace, warmup, measured, predictor, timeout_s, most=MOST_VIRTUAL if planned else measured)
 
 
 def _results(arguments: argparse.Namespace) -> Results:
@@ -231,7 +263,7 @@ def _shorter(arguments: argparse.Namespace, sweep: Sweep, left: Sequence[Cell], 
     if fewer >= _FEWEST:
         ways.append(f"--num-prompts {fewer} (about {span(LONG_S)})")
     if arguments.engine == "real":
-        virtual = Sweep(VirtualStage(same_for_both(DEFAULT_COSTS)), sweep.trace, sweep.warmup, sweep.measured)
+        virtual = Sweep(PoolStage(same_for_both(DEFAULT_COSTS)), sweep.trace, LEAST_VIRTUAL // 5, LEAST_VIRTUAL)
         ways.append(
             f"--engine virtual --costs FILE, of `scaling --out` (about {span(sum(map(virtual.estimate_s, left)))}), "
             "and then the best few on the real one"
@@ -263,6 +295,7 @@ def _meta(arguments: argparse.Namespace, sweep: Sweep, capacity: float, costs: C
         "trace_sha256": sweep.trace.sha256,
         "warmup": sweep.warmup,
         "measured": sweep.measured,
+        "most": sweep.most,
         "machine": f"{platform.machine()} {platform.system()}, Python {platform.python_version()}",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }

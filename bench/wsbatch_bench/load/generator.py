@@ -17,7 +17,7 @@ from wsbatch_bench.sampling import GREEDY, seeded
 from wsbatch_bench.stability import Sojourn, hopeless, judge
 
 _BEAT_S = 0.05
-_CLOSED_START_S = 1.0  # over which the clients of a closed loop begin
+CLOSED_START_S = 1.0  # over which the clients of a closed loop begin
 _LOOK_EVERY = 20  # requests between two looks at the stability
 _CONNECTIONS, _MOST_CONNECTIONS = 16, 512  # of the 1024 that a server of this project takes by default
 _BUSY_S = 30.0
@@ -193,7 +193,7 @@ class _Generator:
             async with trio.open_nursery() as clients:
                 for number in range(closed.clients):
                     # One after the other: started at once, clients of equal requests would stay in step for ever.
-                    start_s = number / closed.clients * _CLOSED_START_S
+                    start_s = number / closed.clients * CLOSED_START_S
                     clients.start_soon(self._client, plans, closed.think_s, start_s, requests)
             return
         for planned in self._plan.trace.schedule(self._plan.rate):

@@ -14,6 +14,7 @@ from wsbatch_bench.load.summary import Gaps, Latency, Summary
 from wsbatch_bench.load.trace import Offered
 from wsbatch_bench.quantiles import observed_quantile
 from wsbatch_bench.sampling import shown
+from wsbatch_bench.stability import Stability
 
 
 def ms(seconds: float) -> str:
@@ -58,12 +59,7 @@ def summary_lines(run: LoadRun, summary: Summary) -> list[str]:
         for name, parts in (("  on average", summary.ttft_parts), ("  of the p95 request", summary.ttft_parts_p95)):
             if parts:
                 lines.append(f"{name:20} " + " ".join(f"{ms(parts[part]):>11}" for part in TTFT_PARTS))
-    stability = summary.stability
-    lines += [
-        "",
-        f"stability            {stability.verdict}: unserved requests grow by {stability.growth_fraction:.1%} of those "
-        f"that come; {stability.mean_in_system:.1f} in the system; λW/L {stability.little_ratio:.2f}",
-    ]
+    lines += ["", _stability(summary.stability)]
     if isfinite(summary.slot_utilization):
         lines.append(
             f"decode slots         {summary.slot_utilization:.1%} used, {summary.mean_rows:.1f} rows a step; waste of "
@@ -76,6 +72,17 @@ def summary_lines(run: LoadRun, summary: Summary) -> list[str]:
         *(f"INVALID              {reason}" for reason in summary.invalid),
     ]
     return lines
+
+
+def _stability(stability: Stability) -> str:
+    if isnan(stability.growth.value):
+        return "stability            nothing to say: all requests came at once"
+    low, high = max(-1.0, stability.growth.low), min(1.0, stability.growth.high)
+    return (
+        f"stability            {stability.verdict}: unserved requests grow by {stability.growth.value:.1%} "
+        f"({low:.1%} … {high:.1%}) of those that come; {stability.mean_in_system:.1f} in the system; "
+        f"λW/L {stability.little_ratio:.2f}"
+    )
 
 
 def _offered(plan: LoadPlan, offered: Offered) -> str:

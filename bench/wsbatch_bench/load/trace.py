@@ -20,6 +20,10 @@ from wsbatch_bench.load.specs import (
     parse_lengths,
 )
 from wsbatch_bench.numbers import RATE, SEED, TOKENS, Number
+from wsbatch_bench.stability import dispersion
+
+REPLAY = "replay"
+"""What stands for the arrival process of a trace that was not drawn here."""
 
 _FORMAT = "wsbatch-trace-1"
 _TIME = Number(-1e12, 1e12)  # seconds, perhaps since 1970; or mean gaps
@@ -82,7 +86,28 @@ class Trace:
     @property
     def closed(self) -> ClosedLoop | None:
         """The closed loop, where the trace has no schedule of its own."""
-        return None if self.arrivals == "replay" else parse_arrivals(self.arrivals).closed
+        return None if self.arrivals == REPLAY else parse_arrivals(self.arrivals).closed
+
+    @property
+    def dispersion(self) -> float:
+        """Of its arrivals: 1 for a Poisson process, more for bursts."""
+        return dispersion([entry.unit for entry in self.entries])
+
+    def longer(self, count: int) -> "Trace":
+        """At least so many requests, of which these are the first; a replayed trace has no more."""
+        if self.arrivals == REPLAY or len(self.entries) >= count:
+            return self
+        return self._drawn_anew(count, self.seed)
+
+    def another(self, seed: int) -> "Trace":
+        """Of the same law and length with another seed. ValueError for a replayed trace."""
+        if self.arrivals == REPLAY:
+            raise ValueError("a replayed trace cannot be drawn with another seed")
+        return self._drawn_anew(len(self.entries), seed)
+
+    def _drawn_anew(self, count: int, seed: int) -> "Trace":
+        prompts, outputs = parse_lengths(self.prompts), parse_lengths(self.outputs)
+        return draw_trace(count, parse_arrivals(self.arrivals), prompts=prompts, outputs=outputs, seed=seed)
 
     @property
     def at_once(self) -> bool:
@@ -207,7 +232,7 @@ def load_trace(path: Path) -> Trace:
         Entry((at_s - first_s) * rate if last_s > first_s else 0.0, 0.0, entry.prompt_tokens, entry.output_tokens)
         for at_s, entry in zip(times, entries, strict=True)
     )
-    return Trace("replay", str(path), str(path), 0, unified, rate)
+    return Trace(REPLAY, str(path), str(path), 0, unified, rate)
 
 
 def offered_by(stretch: Sequence[Planned]) -> Offered:

@@ -3,13 +3,16 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, inf
 
 from wsbatch_bench.load.specs import Arrivals, Lengths
 from wsbatch_bench.load.trace import Trace, draw_trace
 from wsbatch_bench.plan.pool_sim import PoolStage
+from wsbatch_bench.stability import Saturation
 from wsbatch_bench.sweep.cell import Cell, CellResult
 from wsbatch_bench.sweep.grid import Sweep
+from wsbatch_bench.sweep.saturation import saturate, when_full
 from wsbatch_bench.sweep.setting import Costs, Setting
 from wsbatch_bench.sweep.slo import Slo
 
@@ -24,6 +27,7 @@ _GAP = 1.03  # between what passes and what does not, where the search ends
 _ROUNDS = 8
 _WIDER = 1.02  # replicas, where a pool does not pass
 _TAIL = 0.99
+_MORE = 5  # times as many requests of a cell, where a pool is so busy that fewer do not show its queue
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,16 @@ class Planner:
             self.workload.trace(self.seed + another, 2 * warmup + measured),
             warmup,
             measured,
+            most=_MORE * self.measured,
+            saturations={when_full(self.setting): self.saturation.times(replicas)},
         )
         return sweep.measure(Cell(self.setting, rate / (replicas * self.most), rate))
+
+    @cached_property
+    def saturation(self) -> Saturation:
+        """What one replica does when the next batch is always waiting."""
+        trace = self.workload.trace(self.seed, 2 * self.measured)
+        return saturate(PoolStage(self.costs), when_full(self.setting), trace, self.measured)
 
     def passes(self, cell: CellResult) -> bool:
         """Whether it certainly meets the SLO."""

@@ -26,8 +26,8 @@ from wsbatch.messages import GenerateRequest, SamplingParams
 from wsbatch.model.simulated import SimulatedModel
 from wsbatch.pool.needs import estimated_tokens
 from wsbatch.pool.placement import choose
-from wsbatch.steps import PagedStep, StepPlan, StepResult
-from wsbatch_bench.load.generator import STOPPED, LoadPlan, LoadRun
+from wsbatch.steps import PaddedDecode, PaddedStart, PagedStep, StepPlan, StepResult
+from wsbatch_bench.load.generator import CLOSED_START_S, STOPPED, LoadPlan, LoadRun
 from wsbatch_bench.load.record import Record
 from wsbatch_bench.load.server import ServerTotals
 from wsbatch_bench.load.trace import Planned
@@ -63,6 +63,7 @@ class EventReplica:
         self._tell_end = ended
         self._records: dict[int, Record] = {}
         self._stepping = False
+        self._padded: tuple[int, ...] = ()  # rows of the batch that runs, the dropped ones left out
 
     @property
     def ledger(self) -> Ledger:
@@ -101,10 +102,18 @@ class EventReplica:
                 pass
 
     def _compute(self, plan: StepPlan) -> StepResult:
-        """The tokens of a paged step are not looked at, and cost more to make than to schedule."""
-        if not isinstance(plan, PagedStep):
-            return self._model.compute(plan)
-        sampled = sum(row.sampling is not None for row in plan.rows)
+        """A step's time, and zeros for its tokens: nobody looks at them, and they cost more to make than all else."""
+        match plan:
+            case PagedStep(rows=rows):
+                sampled = sum(row.sampling is not None for row in rows)
+            case PaddedStart(rows=padded):
+                self._padded = tuple(range(len(padded)))
+                sampled = len(padded)
+            case PaddedDecode(keep=keep):
+                if keep is not None:
+                    self._padded = tuple(range(len(keep)))
+                plan = PaddedDecode(self._padded)
+                sampled = len(self._padded)
         return StepResult(_NO_TOKENS[:sampled], None, 1000 * self._model.step_s(plan))
 
     def _ended(self, result: StepResult, now_s: float) -> None:
@@ -151,7 +160,8 @@ class _Simulation:
         self._replicas = [EventReplica(config, costs, schedule=self._at, ended=self._ended) for _ in range(replicas)]
         self._routers = [_Router(dict.fromkeys(self._replicas, 0)) for _ in range(routers)]
         self._rng = random.Random(f"{plan.trace.seed}/pool")
-        self._arrivals = plan.trace.schedule(plan.rate)
+        self._closed = plan.trace.closed
+        self._arrivals = plan.trace.schedule(1.0 if self._closed else plan.rate)
         self._left = plan.measured  # measured requests that have not ended
         self._before = ServerTotals()
         self._over = False
@@ -163,7 +173,7 @@ class _Simulation:
                 for replica in self._replicas:
                     # Each began to ask at a time of its own.
                     self._at(self._rng.uniform(0, _ASK_EVERY_S), partial(self._ask, router, replica))
-        self._arrive_next()
+        self._begin()
         while not self._over:
             now_s, _, act = heappop(self._events)
             act(now_s)
@@ -180,9 +190,22 @@ class _Simulation:
         router.work_tokens[replica] = replica.work_tokens
         self._at(now_s + _ASK_EVERY_S, partial(self._ask, router, replica))
 
+    def _begin(self) -> None:
+        """The first request of an open loop; of a closed one, the first of each client, one after the other."""
+        if self._closed is None:
+            self._arrive_next()
+            return
+        for number in range(self._closed.clients):
+            self._at(number / self._closed.clients * CLOSED_START_S, self._ask_again)
+
     def _arrive_next(self) -> None:
         planned = next(self._arrivals)
         self._at(planned.at_s, partial(self._arrive, planned))
+
+    def _ask_again(self, now_s: float) -> None:
+        """A client of a closed loop has its answer."""
+        assert self._closed is not None
+        self._at(now_s + self._closed.think_s, partial(self._arrive, next(self._arrivals)))
 
     def _arrive(self, planned: Planned, now_s: float) -> None:
         record = Record(planned.index, planned.prompt_tokens, planned.output_tokens, now_s, now_s)
@@ -203,7 +226,8 @@ class _Simulation:
         late = planned.index - self._plan.warmup - self._plan.measured
         if self._plan.stop_unstable and late >= 0 and late % max(1, self._plan.measured // _LOOKS) == 0:
             self._look(now_s)
-        self._arrive_next()
+        if self._closed is None:
+            self._arrive_next()
 
     def _look(self, now_s: float) -> None:
         if hopeless(judge(self.load.sojourns, self.load.window_s[0], now_s)):
@@ -215,6 +239,9 @@ class _Simulation:
             self._left -= 1
             if not self._left:
                 self._close(now_s)
+        if self._closed is not None:
+            # Who was refused does not ask again at once: it would be refused for ever.
+            self._at(now_s if record.ok else now_s + CLOSED_START_S, self._ask_again)
 
     def _close(self, now_s: float) -> None:
         self.load.window_s = (self.load.window_s[0], now_s)
@@ -252,12 +279,10 @@ class PoolStage:
     costs: Costs
     replicas: int = 1
     routers: int = 1
-    name = "events"
+    name = "virtual"
 
     def run(self, setting: Setting, plan: LoadPlan) -> LoadRun:
-        """See `Stage.run`. Raises ValueError for a closed loop, and for a request that no replica can hold."""
-        if plan.trace.closed is not None:
-            raise ValueError(f"arrivals {plan.trace.arrivals!r}: a pool is simulated under an open loop only")
+        """See `Stage.run`. Raises ValueError for a request that no replica can hold."""
         costs = self.costs[setting.scheduler]
         config = setting.config(model="simulated")
         return _Simulation(config, costs, plan, replicas=self.replicas, routers=self.routers).run()

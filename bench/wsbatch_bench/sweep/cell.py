@@ -10,6 +10,8 @@ from typing import Any
 
 from wsbatch_bench.load.results import plain
 from wsbatch_bench.load.summary import Summary
+from wsbatch_bench.quantiles import Interval
+from wsbatch_bench.stability import Saturation
 from wsbatch_bench.sweep.setting import Setting
 
 
@@ -29,9 +31,13 @@ class CellResult:
     Attributes:
         tpot_undefined: answers without a time per token, which its quantiles leave out.
         itl_p50_s, itl_p99_s, itl_longest_s: times between the frames of all answers; nan without any.
-        verdict: stable, unstable or undecided; `growth_fraction` and `little_ratio` are its grounds.
+        verdict: stable, unstable or undecided; the capacity, `growth_fraction` and `little_ratio` are its grounds.
         predicted_throughput, predicted_e2e_p95_s: of the same cell in virtual time; nan where nobody asked.
         invalid: why not to believe it; empty for a valid cell.
+        capacity: requests a second of this setting when the next batch is always waiting, with its 95 % interval; nan
+            where nobody measured it.
+        seed: of its trace.
+        served_gap_s: what serving added to each step, in the prediction; nan where there is none.
     """
 
     engine: str
@@ -76,6 +82,11 @@ class CellResult:
     itl_p50_s: float = nan
     itl_p99_s: float = nan
     itl_longest_s: float = nan
+    capacity: float = nan
+    capacity_low: float = nan
+    capacity_high: float = nan
+    seed: int = 0
+    served_gap_s: float = nan
 
     @property
     def setting(self) -> Setting:
@@ -89,15 +100,33 @@ class CellResult:
         return self.predicted_e2e_p95_s / self.e2e_p95_s - 1
 
 
-def cell_result(cell: Cell, summary: Summary, *, engine: str) -> CellResult:
-    """Flatten a summary."""
+def cell_result(
+    cell: Cell,
+    summary: Summary,
+    *,
+    engine: str,
+    saturation: Saturation | None = None,
+    dispersion: float = 1.0,
+    seed: int = 0,
+) -> CellResult:
+    """Flatten a summary.
+
+    Where the setting's saturation is known, it decides on the stability, and a run that is too short to have seen a
+    busy spell bounds no latency from above. `dispersion` is that of the arrivals, `seed` that of the trace.
+    """
+    verdict, too_short = summary.stability.verdict, False
+    rate = Interval(nan, nan, nan)
+    if saturation is not None:
+        rate = saturation.rate
+        verdict = saturation.verdict(cell.rate, verdict)
+        too_short = summary.sent < saturation.least_length(cell.rate, dispersion)
     latencies: dict[str, float] = {}
     for name, latency in (("ttft", summary.ttft), ("e2e", summary.e2e), ("tpot", summary.tpot)):
         latencies |= {
             f"{name}_p50_s": latency.p50,
             f"{name}_p95_s": latency.p95.value,
             f"{name}_p95_low_s": latency.p95.low,
-            f"{name}_p95_high_s": latency.p95.high,
+            f"{name}_p95_high_s": inf if too_short else latency.p95.high,
         }
     return CellResult(
         engine=engine,
@@ -119,8 +148,8 @@ def cell_result(cell: Cell, summary: Summary, *, engine: str) -> CellResult:
         slot_utilization=summary.slot_utilization,
         waste_fraction=summary.waste_fraction,
         mean_rows=summary.mean_rows,
-        verdict=summary.stability.verdict,
-        growth_fraction=summary.stability.growth_fraction,
+        verdict=verdict,
+        growth_fraction=summary.stability.growth.value,
         little_ratio=summary.stability.little_ratio,
         stopped_early=summary.stopped_early,
         worst_lag_s=summary.worst_lag_s,
@@ -129,6 +158,10 @@ def cell_result(cell: Cell, summary: Summary, *, engine: str) -> CellResult:
         itl_p99_s=summary.itl.p99,
         itl_longest_s=summary.itl.longest,
         invalid="; ".join(summary.invalid),
+        capacity=rate.value,
+        capacity_low=rate.low,
+        capacity_high=rate.high,
+        seed=seed,
     )
 
 

@@ -10,7 +10,11 @@ from wsbatch_bench.sweep.setting import Setting
 from wsbatch_bench.sweep.slo import Slo
 from wsbatch_bench.sweep.stage import serve_command
 
-_FINE = 1.05
+REFINED = 16
+"""Cells that a choice in virtual time measures beyond the sweep's grid, at most."""
+
+_FINE = 1.02
+_CONFIRMATIONS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,7 @@ class Capacity:
             the two it is undecided or was not measured.
         at: the cell at `passed`; None for none.
         beyond: the next cell above it; None for none.
+        confirmed: whether it passed there on a second trace, too: the best of many is partly the luckiest.
     """
 
     setting: Setting
@@ -31,11 +36,20 @@ class Capacity:
     open_until: float
     at: CellResult | None
     beyond: CellResult | None
+    confirmed: bool = False
+
+    @property
+    def ceiling(self) -> float:
+        """A rate that it does not certainly carry: one that was measured, or its capacity; infinite where none is."""
+        rates = [] if self.beyond is None else [self.beyond.rate]
+        if self.at is not None and isfinite(self.at.capacity_low):
+            rates.append(self.at.capacity_low)
+        return min(rates, default=inf)
 
     @property
     def next_rate(self) -> float:
         """The rate whose measurement would tell most."""
-        rate = 2 * self.passed if self.beyond is None else (self.passed + self.beyond.rate) / 2
+        rate = (self.passed + self.ceiling) / 2 if isfinite(self.ceiling) else 2 * self.passed
         return float(f"{rate:.4g}")
 
     @property
@@ -114,6 +128,7 @@ def choice_lines(choice: Choice, meta: dict[str, Any]) -> list[str]:
     else:
         upper = "" if not isfinite(best.open_until) else f", and not {best.open_until:.4g}"
         lines.append(f"chosen     {best.setting.label}: carries {best.passed:.4g} requests/s within the SLO{upper}")
+        lines.append(f"           {'seen on two traces' if best.confirmed else 'seen on one trace'}")
         lines += [f"           {bound.explain(best.at)}" for bound in choice.slo.bounds]
         lines.append(f"runner-up  {'none' if second is None else second.setting.label}: {choice.why()}")
         lines.append(f"serve it   {serve_command(meta['model'], best.setting, meta.get('serve_flags', ()))}")
@@ -123,35 +138,70 @@ def choice_lines(choice: Choice, meta: dict[str, Any]) -> list[str]:
 
 
 def _capacity(setting: Setting, cells: Sequence[CellResult], slo: Slo) -> Capacity:
-    at: CellResult | None = None
-    beyond: CellResult | None = None
-    for cell in cells:
-        if slo.judge(cell) != "pass":
-            beyond = cell
-            break
-        at = cell
-    failed = [cell.rate for cell in cells if slo.judge(cell) == "fail"]
-    return Capacity(setting, 0.0 if at is None else at.rate, min(failed, default=inf), at, beyond)
+    """`cells` by rate. Where a rate does not pass on one trace, it does not pass."""
+    passes = [cell for cell in cells if slo.judge(cell) == "pass"]
+    beyond = next((cell for cell in cells if slo.judge(cell) != "pass"), None)
+    failed = min((cell.rate for cell in cells if slo.judge(cell) == "fail"), default=inf)
+    below = [cell for cell in passes if beyond is None or cell.rate < beyond.rate]
+    if not below:
+        return Capacity(setting, 0.0, failed, None, beyond)
+    rate = below[-1].rate
+    at = next(cell for cell in below if cell.rate == rate)
+    # Who passes at a higher rate passes here, too.
+    return Capacity(setting, rate, failed, at, beyond, len({cell.seed for cell in passes if cell.rate >= rate}) > 1)
 
 
-def refine(
-    cells: list[CellResult], slo: Slo, measure: Callable[[Cell], CellResult], *, rounds: int
-) -> list[CellResult]:
-    """Measure `rounds` more cells, each of the setting that could carry most; of equals, the larger batch.
+Measure = Callable[[Cell], CellResult]
+
+
+def refine(cells: list[CellResult], slo: Slo, measure: Measure, *, rounds: int) -> list[CellResult]:
+    """Measure at most `rounds` more cells, each of the setting that could carry most; of equals, the larger batch.
 
     Its rate is halfway between what passes and what does not, or twice what passes where nothing was seen to fail.
-    The results are added to a copy of `cells`. Gaps of a twentieth are left.
+    The results are added to a copy of `cells`. Gaps of a fiftieth are left, and settings that cannot be the best.
     """
     cells = list(cells)
-    reference = next((cell.rate / cell.fraction for cell in cells if cell.fraction), 1.0)
     for _ in range(rounds):
-        candidates = [
-            each
-            for each in choose(cells, slo).capacities
-            if each.passed > 0 and (each.beyond is None or each.beyond.rate > _FINE * each.passed)
-        ]
+        capacities = choose(cells, slo).capacities
+        floor = max((each.passed for each in capacities), default=0.0)
+        candidates = [each for each in capacities if each.passed > 0 and each.ceiling > max(floor, _FINE * each.passed)]
         if not candidates:
-            return cells
+            break
         best = max(candidates, key=lambda each: (each.next_rate, each.passed, each.setting.max_batch_size))
-        cells.append(measure(Cell(best.setting, best.next_rate / reference, best.next_rate)))
+        cells.append(measure(_at(best.setting, best.next_rate, cells)))
     return cells
+
+
+def confirm(cells: list[CellResult], slo: Slo, measure: Measure, measure_again: Measure) -> list[CellResult]:
+    """Measure the winner on another trace; where it does not pass there, go down to what does, and narrow the gap.
+
+    `measure_again` is `measure` with another trace. The results are added to a copy of `cells`.
+    """
+    cells, first, failed = list(cells), cells[0].seed, False
+    for _ in range(_CONFIRMATIONS):
+        chosen = choose(cells, slo).chosen
+        if chosen is None or chosen.at is None:
+            break
+        if not chosen.confirmed:
+            there = _at(chosen.setting, chosen.passed, cells)
+            cells.append(measure_again(there) if chosen.at.seed == first else measure(there))
+            failed = failed or slo.judge(cells[-1]) != "pass"
+            continue
+        narrowed = refine(cells, slo, measure_again, rounds=1) if failed else cells
+        if len(narrowed) == len(cells):
+            break
+        cells = narrowed
+    return cells
+
+
+def settle(
+    cells: list[CellResult], slo: Slo, measure: Measure, measure_again: Measure | None, *, rounds: int
+) -> list[CellResult]:
+    """Refine with at most `rounds` cells; confirm the winner where there is another trace to measure it on."""
+    cells = refine(cells, slo, measure, rounds=rounds)
+    return cells if measure_again is None else confirm(cells, slo, measure, measure_again)
+
+
+def _at(setting: Setting, rate: float, cells: Sequence[CellResult]) -> Cell:
+    reference = next((cell.rate / cell.fraction for cell in cells if cell.fraction), 1.0)
+    return Cell(setting, rate / reference, rate)

@@ -1,6 +1,7 @@
 """A finished sweep on disk: sweep.json holds it; the CSV, the chart and the HTML report are drawn from it."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -21,6 +22,7 @@ _SHADES = {
     "continuous": ["#f6c59f", "#f0a86f", "#ea8b3f", "#d55e00", "#a84a00", "#7a3600"],
 }
 _MARKERS = ["o", "s", "^", "D", "v", "P", "X", "<", ">", "*"]
+_BESIDES = "d"
 _SLO_COLOUR = "#009e73"
 
 _STYLE = """
@@ -95,7 +97,9 @@ def draw_sweep(cells: Sequence[CellResult], paths: Sequence[Path], *, choice: Ch
     ceiling = high * 1.25  # where those without any p95 are put
     axes.set_yscale("log")
     axes.set_ylim(low, high * 1.6)
-    fractions = sorted({cell.fraction for cell in cells})
+    # What a choice measured besides the grid are single cells: they share one marker.
+    counts = Counter(cell.fraction for cell in cells)
+    fractions = sorted(each for each, count in counts.items() if count > 1) or sorted(counts)
     sizes = sorted({cell.max_batch_size for cell in cells})
     limit = choice.slo.limit("e2e_p95") if choice is not None else None
     if choice is not None and limit is not None:
@@ -148,7 +152,7 @@ def _colour(cell: CellResult, sizes: list[int]) -> str:
 
 
 def _marker(cell: CellResult, fractions: list[float]) -> str:
-    return _MARKERS[fractions.index(cell.fraction) % len(_MARKERS)]
+    return _MARKERS[fractions.index(cell.fraction) % len(_MARKERS)] if cell.fraction in fractions else _BESIDES
 
 
 def _label_choice(axes: Any, cell: CellResult) -> None:
@@ -179,6 +183,8 @@ def _legend(cells: Sequence[CellResult], fractions: list[float], sizes: list[int
     for index, fraction in enumerate(fractions):
         label = f"at {fraction:.3g} of the reference rate"
         handles.append(entry(label, marker=_MARKERS[index % len(_MARKERS)], color=grey))
+    if any(cell.fraction not in fractions for cell in cells):
+        handles.append(entry("at another rate", marker=_BESIDES, color=grey))
     handles.append(entry("unstable", marker="o", color=grey, fillstyle="none"))
     if any(cell.verdict == "undecided" for cell in cells):
         handles.append(entry("undecided", marker="o", color=grey, fillstyle="left", markerfacecoloralt="white"))
@@ -227,7 +233,7 @@ def write_markdown(path: Path, meta: dict[str, Any], cells: Sequence[CellResult]
 def _table(cells: Sequence[CellResult]) -> tuple[tuple[str, ...], list[list[str]]]:
     """Columns, and a row for each cell."""
     predicted = any(isfinite(cell.predicted_e2e_p95_s) for cell in cells)
-    columns = (*_COLUMNS, "predicted e2e p95", "error") if predicted else _COLUMNS
+    columns = (*_COLUMNS, "predicted e2e p95", "error", "ms a step for serving") if predicted else _COLUMNS
     return columns, [_row(cell, predicted=predicted) for cell in cells]
 
 
@@ -249,7 +255,7 @@ def _row(cell: CellResult, *, predicted: bool) -> list[str]:
         cell.verdict + (", stopped early" if cell.stopped_early else "") + (", INVALID" if cell.invalid else ""),
     ]  # fmt: skip
     if predicted:
-        values += [_seconds(cell.predicted_e2e_p95_s), f"{cell.e2e_p95_error:+.0%}"]
+        values += [_seconds(cell.predicted_e2e_p95_s), f"{cell.e2e_p95_error:+.0%}", f"{1000 * cell.served_gap_s:.2f}"]
     return values
 
 
