@@ -23,6 +23,7 @@ SOURCE = """
 extern "C" {
 int wsbatch_create() { return 7; }
 void wsbatch_step() {}
+void wsbatch_choose() {}
 void wsbatch_destroy() {}
 const char padding[20000] = {1};
 }

@@ -4,19 +4,24 @@ Every level that this machine has is compiled and run. A test at a level that it
 """
 
 import gc
+import math
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from wsbatch.messages import SamplingParams
 from wsbatch.model.compiled import KernelsUnavailable, load_library
 from wsbatch.model.fused import PARTS, FusedRunner
 from wsbatch.model.levels import LEVELS, Level, choose
 from wsbatch.model.ragged import flatten
+from wsbatch.model.sampling import sample
 from wsbatch.steps import PagedRow, PagedStep
 
 VOCAB, POSITIONS = 211, 1024  # a vocabulary that is no multiple of 16
@@ -247,3 +252,51 @@ def test_the_bits_do_not_depend_on_company_chunks_or_threads(level: Level, dtype
     for threads, chunks in ((1, [7, 100, 128, 1, 600]), (2, [60, 256, 899, 127, 33]), (3, [60, 257, 900, 128, 601])):
         made = runner(model, level, threads=threads, total_blocks=160)
         assert torch.equal(fused_logits(made, texts, chunks, 16), alone), (threads, chunks)
+
+
+ROWS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.5, 40.0]),
+    top_k=st.sampled_from([0, 1, 2, 40, 600, 100_000]),
+    top_p=st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.95, 0.999, 1.0]),
+    seed=st.integers(0, 2**53 - 1),
+    logprobs=st.sampled_from([None, 0, 1, 20]),
+)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(ROWS, min_size=1, max_size=9),
+    vocab=st.sampled_from([1, 2, 15, 16, 63, 64, 65, 1000, 5003]),
+    kind=st.sampled_from(["spread", "peaked", "flat", "ties", "minus infinity", "nan", "infinity"]),
+    seed=st.integers(0, 1000),
+)
+def test_the_kernels_choose_as_the_reference_does(
+    level: Level, rows: list[SamplingParams], vocab: int, kind: str, seed: int
+) -> None:
+    made = _chooser(level.name)
+    logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(seed)) * 3
+    if kind == "peaked":
+        logits[:, vocab // 2] += 30
+    elif kind == "flat":
+        logits[:] = 0.25
+    elif kind == "ties":
+        logits.round_()
+    elif kind != "spread":
+        bad = {"minus infinity": -math.inf, "nan": math.nan, "infinity": math.inf}[kind]
+        logits[::2, :: max(1, vocab // 7)] = bad
+    positions = [seed + index for index in range(len(rows))]
+    ids, logprobs = made.sample(logits, rows, positions)
+    expected, expected_logprobs = sample(logits, rows, positions)
+    assert ids == expected
+    assert (logprobs is None) == (expected_logprobs is None)
+    for mine, theirs in zip(logprobs or [], expected_logprobs or [], strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None and theirs is not None:
+            assert mine[0] == pytest.approx(theirs[0], abs=1e-5)
+            assert [value for _, value in mine[1]] == pytest.approx([value for _, value in theirs[1]], abs=1e-5)
+
+
+@cache
+def _chooser(level: str) -> FusedRunner:
+    return runner(build(), choose(level), threads=2)

@@ -29,7 +29,7 @@ _log = logging.getLogger("wsbatch.model")
 _SOURCES = Path(__file__).parent / "kernels"
 # No contraction of products and sums: a result must not depend on the loop that an expression stands in (lanes.cpp).
 _FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-w")
-_SYMBOLS = ("wsbatch_create", "wsbatch_step", "wsbatch_destroy")
+_SYMBOLS = ("wsbatch_create", "wsbatch_step", "wsbatch_choose", "wsbatch_destroy")
 _COMPILE_TIMEOUT_S = 300.0
 
 

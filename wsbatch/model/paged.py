@@ -17,7 +17,7 @@ from wsbatch.model.modules import ModulesRunner, refusal
 from wsbatch.model.positions import check_positions
 from wsbatch.model.probe import Probe
 from wsbatch.model.ragged import Ragged, flatten
-from wsbatch.model.sampling import BROKEN_LOGITS, plain_greedy, sample
+from wsbatch.model.sampling import BROKEN_LOGITS, plain_greedy
 from wsbatch.steps import ModelInfo, PagedStep, StepPlan, StepResult
 
 _log = logging.getLogger("wsbatch.model")
@@ -134,7 +134,7 @@ class PagedModel:
         sampling = [row.sampling for row in plan.rows if row.sampling is not None]
         wanted = [not plain_greedy(row) for row in sampling]
         ids, logits, broken = self._forward(ragged, wanted)
-        logprobs = _sample(ids, logits, sampling, wanted, ragged) if any(wanted) else None
+        logprobs = self._sample(ids, logits, sampling, wanted, ragged) if any(wanted) else None
         failed = _failed(plan, ids, broken)
         token_ids = tuple([max(token, 0) for token in ids])
         return StepResult(token_ids, logprobs, (time.perf_counter() - began) * 1e3, failed)
@@ -156,26 +156,27 @@ class PagedModel:
             traceback.clear_frames(error.__traceback__)
             raise
 
+    def _sample(
+        self, ids: list[int], logits: Tensor, sampling: list[SamplingParams], wanted: list[bool], ragged: Ragged
+    ) -> tuple[TokenLogprobs | None, ...] | None:
+        """Put the tokens of the wanted rows, chosen from their logits, into `ids`.
 
-def _sample(
-    ids: list[int], logits: Tensor, sampling: list[SamplingParams], wanted: list[bool], ragged: Ragged
-) -> tuple[TokenLogprobs | None, ...] | None:
-    """Put the tokens of the wanted rows, chosen from their logits, into `ids`; the log probabilities they asked for.
+        Returns the log probabilities that rows asked for; None where none did.
 
-    Args:
-        ids: S, one a sampling row.
-        logits: [wanted rows, V].
-        sampling, wanted: S each.
-    """
-    indices = [index for index, want in enumerate(wanted) if want]
-    lengths: list[int] = (ragged.positions[ragged.sample_at[indices]] + 1).tolist()
-    drawn, asked = sample(logits, [sampling[index] for index in indices], lengths)
-    for index, token in zip(indices, drawn, strict=True):
-        ids[index] = token
-    if asked is None:
-        return None
-    by_row = dict(zip(indices, asked, strict=True))
-    return tuple([by_row.get(index) for index in range(len(ids))])
+        Args:
+            ids: S, one a sampling row.
+            logits: [wanted rows, V].
+            sampling, wanted: S each.
+        """
+        indices = [index for index, want in enumerate(wanted) if want]
+        lengths: list[int] = (ragged.positions[ragged.sample_at[indices]] + 1).tolist()
+        drawn, asked = self._runner.sample(logits, [sampling[index] for index in indices], lengths)
+        for index, token in zip(indices, drawn, strict=True):
+            ids[index] = token
+        if asked is None:
+            return None
+        by_row = dict(zip(indices, asked, strict=True))
+        return tuple([by_row.get(index) for index in range(len(ids))])
 
 
 def _failed(plan: PagedStep, ids: list[int], broken: list[int]) -> dict[int, str]:

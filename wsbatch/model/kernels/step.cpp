@@ -9,6 +9,7 @@
 
 #include "gemm.cpp"
 #include "layers.cpp"
+#include "sampling.cpp"
 #include "threads.cpp"
 
 extern "C" {
@@ -48,6 +49,7 @@ class Runner {
   public:
     virtual ~Runner() = default;
     virtual void step(const Batch& batch) = 0;
+    virtual void choose(Choice* choices, int count) = 0;
 };
 
 template <class F>
@@ -62,7 +64,8 @@ class Model : public Runner {
           shape_{c.q_heads, c.kv_heads, c.head_dim, c.block_tokens, c.scale},
           team_(c.threads, c.layers * STAGES_PER_LAYER + 4),
           scratch_(c.threads),
-          spaces_(c.threads) {
+          spaces_(c.threads),
+          choosers_(c.threads) {
         for (auto& layer : layers_)
             if (!plan_of(layer.window)) plans_.push_back({layer.window, std::make_unique<Plan>()});
     }
@@ -84,6 +87,12 @@ class Model : public Runner {
             mark(HEAD);
         });
         for (int s = 0; s < batch.samples; s++) batch.best[s] = winner(s);
+    }
+
+    void choose(Choice* choices, int count) override {
+        team_.run([&](int thread) {
+            team_.stage(0, count, [&](int i) { choosers_[thread].choose(choices[i]); });
+        });
     }
 
   private:
@@ -283,6 +292,7 @@ class Model : public Runner {
     Team team_;
     std::vector<Scratch<F>> scratch_;                // by thread, like the next
     std::vector<Workspace> spaces_;
+    std::vector<Chooser> choosers_;
     std::vector<std::pair<int, std::unique_ptr<Plan>>> plans_;  // by window
     std::vector<Row> rows_;
     std::vector<int> row_of_;                        // [T]
@@ -297,5 +307,8 @@ void* wsbatch_create(const Config* config, const LayerWeights* layers) {
     return static_cast<Runner*>(new Model<WSBATCH_FORMAT>(*config, layers));
 }
 void wsbatch_step(void* runner, const Batch* batch) { static_cast<Runner*>(runner)->step(*batch); }
+void wsbatch_choose(void* runner, Choice* choices, int32_t count) {
+    static_cast<Runner*>(runner)->choose(choices, count);
+}
 void wsbatch_destroy(void* runner) { delete static_cast<Runner*>(runner); }
 }
