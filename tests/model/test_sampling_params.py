@@ -16,7 +16,7 @@ from wsbatch.engine.open import SCHEDULERS, assemble
 from wsbatch.messages import Finished, GenerateRequest, SamplingParams
 from wsbatch.model import padded, paged
 from wsbatch.model.loading import LoadedModel
-from wsbatch.model.sampling import MOOT_WHEN_GREEDY, plain_greedy, sample
+from wsbatch.model.sampling import MOOT_WHEN_GREEDY, for_the_kernels, plain_greedy, sample
 from wsbatch.steps import Model, PaddedRow, PaddedStart, PagedRow, PagedStep, StepPlan, StepResult
 from wsbatch.testing.worker import tokenize_here
 from wsbatch.text import ByteText
@@ -88,6 +88,12 @@ def test_the_sampler_gives_a_greedy_row_the_likeliest_token_whatever_is_moot(nam
     row = replace(SamplingParams(), **{name: SET[name]})
     assert plain_greedy(row)
     assert sample(logits, [row] * 20, range(20)) == (logits.argmax(dim=-1).tolist(), None)
+
+
+def test_the_kernels_are_asked_only_for_what_they_know() -> None:
+    assert all(for_the_kernels(replace(SAMPLED, **{name: SET[name]})) for name in SET)
+    assert for_the_kernels(Forbidding(temperature=0.5))
+    assert not for_the_kernels(Forbidding(temperature=0.5, forbidden=(3,)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from torch import Tensor
 from wsbatch.model.attention import NAME, PagedBatch, Pool, place
 from wsbatch.model.graphs import SIZES, DecodeGraphs
 from wsbatch.model.ragged import Ragged, flatten
-from wsbatch.model.sampling import sample
 from wsbatch.steps import PagedRow, PagedStep
 
 _log = logging.getLogger("wsbatch.model")
@@ -37,8 +36,6 @@ class ModulesRunner:
 
     Raises ValueError, naming the reason, for a model that cannot run this way.
     """
-
-    sample = staticmethod(sample)
 
     def __init__(
         self, model: Any, *, total_blocks: int, block_tokens: int, max_model_len: int, graphs: bool = True

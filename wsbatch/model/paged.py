@@ -17,7 +17,7 @@ from wsbatch.model.modules import ModulesRunner, refusal
 from wsbatch.model.positions import check_positions
 from wsbatch.model.probe import Probe
 from wsbatch.model.ragged import Ragged, flatten
-from wsbatch.model.sampling import BROKEN_LOGITS, plain_greedy
+from wsbatch.model.sampling import BROKEN_LOGITS, for_the_kernels, plain_greedy, sample
 from wsbatch.steps import ModelInfo, PagedStep, StepPlan, StepResult
 
 _log = logging.getLogger("wsbatch.model")
@@ -170,7 +170,11 @@ class PagedModel:
         """
         indices = [index for index, want in enumerate(wanted) if want]
         lengths: list[int] = (ragged.positions[ragged.sample_at[indices]] + 1).tolist()
-        drawn, asked = self._runner.sample(logits, [sampling[index] for index in indices], lengths)
+        rows = [sampling[index] for index in indices]
+        if isinstance(self._runner, FusedRunner) and all(map(for_the_kernels, rows)):
+            drawn, asked = self._runner.sample(logits, rows, lengths)
+        else:
+            drawn, asked = sample(logits, rows, lengths)
         for index, token in zip(indices, drawn, strict=True):
             ids[index] = token
         if asked is None:

@@ -31,20 +31,39 @@ MOOT_WHEN_GREEDY = frozenset({"max_tokens", "stop", "stop_token_ids", "ignore_eo
 """Parameters that change nothing about a greedy row's next token: they end the output, or limit what is drawn."""
 
 
+KNOWN_TO_THE_KERNELS = frozenset(
+    {"max_tokens", "stop", "stop_token_ids", "ignore_eos", "temperature", "top_p", "top_k", "seed", "logprobs"}
+)
+"""Parameters that `FusedRunner.sample` acts on, or that end the output and are not the sampler's business."""
+
+
 def plain_greedy(row: SamplingParams) -> bool:
     """Whether `sample` would take the largest logit and return nothing else, so that it may be spared this row.
 
     Of all parameters but those in MOOT_WHEN_GREEDY, a value other than the default asks for more.
     """
+    return _defaults_but(row, MOOT_WHEN_GREEDY)
+
+
+def for_the_kernels(row: SamplingParams) -> bool:
+    """Whether `FusedRunner.sample` does for this row all that `sample` does: it asks for nothing else."""
+    return _defaults_but(row, KNOWN_TO_THE_KERNELS)
+
+
+def _defaults_but(row: SamplingParams, names: frozenset[str]) -> bool:
+    """Whether all parameters but these have their default."""
     kind: Any = type(row)
-    asks, nothing = _asks(kind)
-    return asks(row) == nothing
+    getter, defaults = _others(kind, names)
+    return getter(row) == defaults
 
 
 @cache
-def _asks(kind: type[Any]) -> tuple[Callable[[SamplingParams], object], object]:
-    """A getter of the parameters that matter to greedy rows too, and what it gets where none is set."""
-    getter = attrgetter(*[spec.name for spec in fields(kind) if spec.name not in MOOT_WHEN_GREEDY])
+def _others(kind: type[Any], names: frozenset[str]) -> tuple[Callable[[SamplingParams], object], object]:
+    """A getter of the parameters but these, and what it gets where none is set."""
+    others = [spec.name for spec in fields(kind) if spec.name not in names]
+    if not others:
+        return (lambda row: None), None
+    getter = attrgetter(*others)
     return getter, getter(kind())
 
 
