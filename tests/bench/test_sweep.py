@@ -175,6 +175,15 @@ def test_what_no_answer_has_is_undefined_in_a_resumed_cell_and_what_failed_infin
     assert failed.tpot_p95_s == inf
 
 
+def test_a_cell_shows_what_was_offered_beside_the_stated_rate() -> None:
+    few = sweep(measured=16)
+    result = few.measure(Cell(Setting("dynamic", 4), 0.5, 5.0))
+    assert result.rate == 5.0
+    assert result.offered == few.trace.offered(5.0, 10, 16).requests_per_s != pytest.approx(5.0, rel=0.05)
+    assert result.offered_output_tokens == pytest.approx(10 * result.offered)
+    assert from_json(json.loads(json.dumps(to_json(cell(offered=inf)), allow_nan=False))).offered == inf
+
+
 def test_a_cell_shows_the_gaps_between_tokens() -> None:
     result = sweep().measure(Cell(Setting("dynamic", 4), 0.5, 5.0))
     assert 0.010 < result.itl_p50_s <= result.itl_p99_s <= result.itl_longest_s < 0.1

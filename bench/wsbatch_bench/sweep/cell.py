@@ -29,6 +29,7 @@ class CellResult:
     """What was measured. Seconds, tokens, requests; `*_low` and `*_high` bound at 95 % (success: one-sided).
 
     Attributes:
+        offered: requests a second that the schedule asked for, beside the stated `rate`; tokens likewise.
         tpot_undefined: answers without a time per token, which its quantiles leave out.
         itl_p50_s, itl_p99_s, itl_longest_s: times between the frames of all answers; nan without any.
         verdict: stable, unstable or undecided; the capacity, `growth_fraction` and `little_ratio` are its grounds.
@@ -78,6 +79,9 @@ class CellResult:
     invalid: str
     predicted_throughput: float = nan
     predicted_e2e_p95_s: float = nan
+    offered: float = nan
+    offered_prompt_tokens: float = nan
+    offered_output_tokens: float = nan
     tpot_undefined: int = 0
     itl_p50_s: float = nan
     itl_p99_s: float = nan
@@ -153,6 +157,9 @@ def cell_result(
         little_ratio=summary.stability.little_ratio,
         stopped_early=summary.stopped_early,
         worst_lag_s=summary.worst_lag_s,
+        offered=summary.offered.requests_per_s,
+        offered_prompt_tokens=summary.offered.prompt_tokens_per_s,
+        offered_output_tokens=summary.offered.output_tokens_per_s,
         tpot_undefined=summary.tpot_undefined,
         itl_p50_s=summary.itl.p50,
         itl_p99_s=summary.itl.p99,
@@ -180,7 +187,8 @@ def from_json(data: dict[str, Any]) -> CellResult:
     def read(key: str, value: Any) -> Any:
         if value is not None:
             return value
-        return inf if "_p" in key and not key.startswith(undefined) else nan
+        had = "_p" in key or key.startswith("offered")
+        return inf if had and not key.startswith(undefined) else nan
 
     return CellResult(**{key: read(key, value) for key, value in data.items()})
 

@@ -41,8 +41,9 @@ _NOTE = (
 )
 
 _COLUMNS = (
-    "setting", "rate/s", "requests/s", "tokens/s", "TTFT p50", "TTFT p95", "e2e p50", "e2e p95", "e2e p95 interval",
-    "per token p50", "between tokens p99", "longest gap", "answered", "slots used", "waste", "rows/step", "verdict",
+    "setting", "rate/s", "offered/s", "requests/s", "tokens/s", "TTFT p50", "TTFT p95", "e2e p50", "e2e p95",
+    "e2e p95 interval", "per token p50", "between tokens p99", "longest gap", "answered", "slots used",
+    "waste", "rows/step", "verdict",
 )  # fmt: skip
 
 
@@ -247,8 +248,9 @@ def _facts(meta: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _row(cell: CellResult, *, predicted: bool) -> list[str]:
     values = [
-        cell.label, f"{cell.rate:.4g}", f"{cell.request_throughput:.3g}", f"{cell.output_throughput:.1f}",
-        _seconds(cell.ttft_p50_s), _seconds(cell.ttft_p95_s), _seconds(cell.e2e_p50_s), _seconds(cell.e2e_p95_s),
+        cell.label, f"{cell.rate:.4g}", _seconds(cell.offered), f"{cell.request_throughput:.3g}",
+        f"{cell.output_throughput:.1f}", _seconds(cell.ttft_p50_s), _seconds(cell.ttft_p95_s),
+        _seconds(cell.e2e_p50_s), _seconds(cell.e2e_p95_s),
         f"{_seconds(cell.e2e_p95_low_s)} … {_seconds(cell.e2e_p95_high_s)}", _seconds(cell.tpot_p50_s),
         _seconds(cell.itl_p99_s), _seconds(cell.itl_longest_s),
         f"{cell.success:.1%}", f"{cell.slot_utilization:.1%}", f"{cell.waste_fraction:.1%}", f"{cell.mean_rows:.1f}",

@@ -155,6 +155,7 @@ def study_table(rows: Sequence[StudyRow]) -> list[str]:
     head = [
         "arrivals",
         "setting",
+        "offered/s",
         "requests/s",
         "mean, s",
         "change (95 %)",
@@ -173,6 +174,7 @@ def study_table(rows: Sequence[StudyRow]) -> list[str]:
         cells = [
             row.scenario if row.scenario != previous else "",
             row.setting.label,
+            f"{summary.offered.requests_per_s:.3g}",
             f"{summary.request_throughput:.3g}",
             f"{summary.e2e.mean:.3g}",
             _change(row.change),
