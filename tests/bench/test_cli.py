@@ -91,6 +91,7 @@ def test_a_sweep_is_kept_resumed_and_chosen_from(tmp_path: Path, capsys: pytest.
     # 250 answers of 250 are at least 95 % for certain, but not 99 %.
     assert run("choose", str(tmp_path), "--slo", "success>=95%") == 0
     assert run("choose", str(tmp_path), "--slo", "success>=99%") == 5
+    assert "success>=99% takes at least 299 measured requests to be shown: with 120" in capsys.readouterr().out
     assert run("choose", str(tmp_path), "--slo", "e2e_p95<=1ms") == 4
     assert run("choose", str(tmp_path), "--slo", "nonsense") == 2
     assert run("choose", str(tmp_path / "nowhere"), "--slo", "e2e_p95<=1s") == 2

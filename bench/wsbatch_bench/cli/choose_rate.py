@@ -91,7 +91,7 @@ def _costs(arguments: argparse.Namespace, settings: Sequence[Setting], workload:
     costs = {}
     for scheduler in schedulers:
         _, (scaling,) = measure_model(
-            arguments, scheduler, DEFAULT_COSTS, sizes=_SIZES, prompt_tokens=prompt_tokens, output_tokens=12, rounds=2
+            arguments, scheduler, DEFAULT_COSTS, sizes=_SIZES, prompt_tokens=prompt_tokens, output_tokens=12, rounds=1
         )
         costs[scheduler] = scaling.fit.costs
     path = cache_dir() / "bench-costs.json"

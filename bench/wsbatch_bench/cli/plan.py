@@ -152,6 +152,7 @@ def _head(planner: Planner, rate: float) -> list[str]:
         f"replica    {planner.setting.label}; a step takes {1000 * costs.tau_s:g} ms + {1000 * costs.alpha_s:g} ms a "
         f"decode row + {1000 * costs.beta_s:g} ms a prompt token: never more than {planner.most:.3g} requests/s",
         f"SLO        {planner.slo.text}",
+        *(f"           {line}" for line in planner.slo.lacking(planner.measured)),
         "",
         _COLUMNS,
     ]
