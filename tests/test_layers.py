@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent / "wsbatch"
 
 # A wing may import those of lower rows, and itself; in its own row, nothing else.
 ROWS: list[set[str]] = [
-    {"messages", "errors", "auth", "config", "settings", "steps", "processes", "nurseries"},
+    {"messages", "errors", "auth", "config", "steps", "nurseries"},
     {"wire", "text", "batching"},
     {"model"},
     {"client", "engine"},

@@ -21,7 +21,7 @@ from lab_tools.gpu.choice import RANDOM_LLAMAS, Choice
 from lab_tools.gpu.report import knee, summary, table
 from lab_tools.gpu.stages import STAGES, Job, Skipped
 from lab_tools.gpu.supervise import Outcome, supervise
-from wsbatch.processes import keep_working_directory_off_paths
+from wsbatch.model.processes import keep_working_directory_off_paths
 
 
 def main(argv: Sequence[str] | None = None) -> int:

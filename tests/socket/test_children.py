@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lab_tools.stamped import stamped_command
-from wsbatch.processes import keep_working_directory_off_paths, module_command
+from wsbatch.model.processes import keep_working_directory_off_paths, module_command
 from wsbatch_bench.load.server import server_process, wsbatch_command
 
 ROOT = Path(__file__).parent.parent.parent

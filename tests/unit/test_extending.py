@@ -103,7 +103,7 @@ class ShortestFirst:
 
 @pytest.fixture
 def shortest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the list in the document does to `open.py` and `config.py`."""
+    """What the list in the document does to `open.py` and `config/engine.py`."""
     kind = SchedulerKind(
         scheduler=lambda config, now_s: ShortestFirst(),
         model=SCHEDULERS["dynamic"].model,

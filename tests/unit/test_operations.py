@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from wsbatch.config import EngineConfig, PoolConfig, ServerConfig
+from wsbatch.config import EngineConfig, PoolConfig, ServerConfig, Settings
 from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.server.metrics import Joined, ServerMetrics
-from wsbatch.settings import Settings
 
 ROOT = Path(__file__).parent.parent.parent
 OPERATIONS = ROOT / "docs" / "operations.md"

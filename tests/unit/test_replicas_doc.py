@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from wsbatch.config import FleetConfig, PoolConfig
-from wsbatch.settings import Settings
+from wsbatch.config import FleetConfig, PoolConfig, Settings
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "replicas.md"
 TABLES: dict[str, type[Settings]] = {"PoolConfig": PoolConfig, "FleetConfig": FleetConfig}

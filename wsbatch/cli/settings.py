@@ -8,7 +8,7 @@ from dataclasses import Field, fields
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from wsbatch.cli.parsing import text
-from wsbatch.settings import Settings
+from wsbatch.config import Settings
 
 _Config = TypeVar("_Config", bound=Settings)
 

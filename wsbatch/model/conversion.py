@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from filelock import FileLock
 
-from wsbatch.processes import module_command
+from wsbatch.model.processes import module_command
 
 # Called with (stage, done, total): "download" in bytes, "convert" in steps.
 Progress: TypeAlias = Callable[[str, int, int], None]

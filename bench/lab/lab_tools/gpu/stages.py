@@ -19,7 +19,7 @@ from lab_tools.gpu.timing import decode_s, device_rates, prefill_s
 from lab_tools.limits import ModelSizes
 from wsbatch.batching.blocks import BlockPool
 from wsbatch.batching.continuous import ContinuousScheduler
-from wsbatch.processes import module_command
+from wsbatch.model.processes import module_command
 from wsbatch_bench.load.trace import draw_trace
 from wsbatch_bench.steps.bare_loop import LoopRequest, run_loop
 
