@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from math import ceil, inf
 
 from wsbatch_bench.load.specs import Arrivals, Lengths
@@ -56,6 +55,7 @@ class Planner:
         workload: what is asked.
         measured: requests of a cell at least.
         seed: of the traces.
+        saturations: those of single replicas that are known already.
     """
 
     costs: Costs
@@ -64,6 +64,7 @@ class Planner:
     workload: Workload
     measured: int
     seed: int = 0
+    saturations: dict[Setting, Saturation] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def most(self) -> float:
@@ -101,11 +102,14 @@ class Planner:
         )
         return sweep.measure(Cell(self.setting, rate / (replicas * self.most), rate))
 
-    @cached_property
+    @property
     def saturation(self) -> Saturation:
-        """What one replica does when the next batch is always waiting."""
-        trace = self.workload.trace(self.seed, 2 * self.measured)
-        return saturate(PoolStage(self.costs), when_full(self.setting), trace, self.measured)
+        """What one replica does when the next batch is always waiting; measured once."""
+        full = when_full(self.setting)
+        if full not in self.saturations:
+            trace = self.workload.trace(self.seed, 2 * self.measured)
+            self.saturations[full] = saturate(PoolStage(self.costs), full, trace, self.measured)
+        return self.saturations[full]
 
     def passes(self, cell: CellResult) -> bool:
         """Whether it certainly meets the SLO."""

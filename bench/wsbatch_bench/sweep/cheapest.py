@@ -1,11 +1,12 @@
 """The cheapest setting that carries a stated rate within an SLO, by simulation in virtual time."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
 
 from wsbatch_bench.plan.planner import Planner, PoolCapacity, Workload, capacity
+from wsbatch_bench.stability import Saturation
 from wsbatch_bench.sweep.cell import CellResult
 from wsbatch_bench.sweep.setting import Costs, Setting
 from wsbatch_bench.sweep.slo import Slo, Verdict
@@ -36,6 +37,7 @@ class Search:
         rate: requests a second.
         measured: requests of a trial, at first.
         seed: of the traces; the confirmation uses the next one.
+        saturations: of the settings, as far as they are known.
     """
 
     costs: Costs
@@ -44,6 +46,7 @@ class Search:
     rate: float
     measured: int
     seed: int = 0
+    saturations: dict[Setting, Saturation] = field(default_factory=dict, repr=False, compare=False)
 
     def estimate_s(self, settings: Sequence[Setting]) -> tuple[float, float]:
         """About how long it takes: where every setting is tried once, and where all stay undecided to the end."""
@@ -91,4 +94,4 @@ class Search:
         return Trial(setting, cell, self.slo.judge(cell), again)
 
     def _planner(self, setting: Setting, measured: int) -> Planner:
-        return Planner(self.costs, setting, self.slo, self.workload, measured, self.seed)
+        return Planner(self.costs, setting, self.slo, self.workload, measured, self.seed, self.saturations)
