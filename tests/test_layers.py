@@ -22,7 +22,19 @@ FREE = ROWS[0] | ROWS[-1]
 """What stands in the root, and the commands, which may import others of their row."""
 
 # The rooms of the engine: what decides, without a clock or a task of its own; then what runs it.
-PURE = {"metrics", "outbox", "output", "deadlines", "hold", "health", "watch", "request", "admission", "live", "core"}
+PURE = {
+    "metrics",
+    "outbox",
+    "output",
+    "deadlines",
+    "batch_wait",
+    "health",
+    "watch",
+    "request",
+    "admission",
+    "live",
+    "core",
+}
 SHELL = {"stream", "interface", "worker", "isolation", "watchdog", "tokenization", "execution", "loop", "open"}
 
 

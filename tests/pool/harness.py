@@ -59,7 +59,7 @@ async def cluster(
             await group.all_ready()
             yield group
             assert group.pool._routes == {}
-            assert group.pool._held == {}
+            assert group.pool._waiting == {}
             assert len(group.pool._deadlines) == 0
             assert sum(group.where().values()) == 0
         nursery.cancel_scope.cancel()

@@ -195,7 +195,7 @@ async def test_with_all_replicas_lost_accepted_requests_wait_and_new_ones_are_re
         await trio.sleep(0.1)
         with pytest.raises(QueueFull, match="no replica is there"):
             await group.pool.submit(request())
-        assert len(group.pool._held) == 4
+        assert len(group.pool._waiting) == 4
         await trio.sleep(10)
         await group.start("b")
         for reader in readers:
@@ -215,7 +215,7 @@ async def test_streams_that_a_full_replica_refuses_wait_for_longer_than_it_may_b
         await trio.sleep(0.3)
         group["a"].kill()  # before "b" says how full it is, it is sent three, and takes one
         await trio.sleep(0.1)
-        assert len(group.pool._held) == 2
+        assert len(group.pool._waiting) == 2
         for reader in readers:
             (await reader.read()).check_undisturbed()
 

@@ -3,10 +3,10 @@
 import pytest
 
 from wsbatch.messages import ChatMessage, GenerateRequest, Limits, SamplingParams
+from wsbatch.pool.failures import INNOCENT_TOKENS, MAX_IN_A_ROW, FailureHistory, FailureKind
 from wsbatch.pool.needs import estimated_tokens, needs
 from wsbatch.pool.placement import choose
 from wsbatch.pool.prefixes import PrefixTable, beginnings
-from wsbatch.pool.suspicion import INNOCENT_TOKENS, MISHAPS, Mishap, Suspicion
 
 
 def asked(prompt: str) -> tuple[int, ...]:
@@ -67,21 +67,21 @@ def test_the_holder_is_chosen_within_the_slack() -> None:
 
 
 def test_who_is_taken_for_the_cause_of_losses() -> None:
-    innocent = Suspicion()
-    assert [innocent.note("killed", None, tokens=tokens) for tokens in (0, INNOCENT_TOKENS, 40, 400)] == [False] * 4
-    assert innocent.note("killed", None, tokens=400 + INNOCENT_TOKENS - 1)
-    assert [Suspicion().note("killed", None, tokens=tokens) for tokens in (0, 100)] == [False, False]
+    innocent = FailureHistory()
+    assert [innocent.record("killed", None, tokens=tokens) for tokens in (0, INNOCENT_TOKENS, 40, 400)] == [False] * 4
+    assert innocent.record("killed", None, tokens=400 + INNOCENT_TOKENS - 1)
+    assert [FailureHistory().record("killed", None, tokens=tokens) for tokens in (0, 100)] == [False, False]
 
 
-@pytest.mark.parametrize("mishap", MISHAPS)
-def test_mishaps_in_a_row_are_bounded(mishap: Mishap) -> None:
-    request = Suspicion()
-    assert [request.note(mishap, None, tokens=3) for _ in range(MISHAPS[mishap])] == [
-        *[False] * (MISHAPS[mishap] - 1),
+@pytest.mark.parametrize("kind", MAX_IN_A_ROW)
+def test_failures_in_a_row_are_bounded(kind: FailureKind) -> None:
+    request = FailureHistory()
+    assert [request.record(kind, None, tokens=3) for _ in range(MAX_IN_A_ROW[kind])] == [
+        *[False] * (MAX_IN_A_ROW[kind] - 1),
         True,
     ]
-    assert request.faults == (0 if mishap == "moved" else MISHAPS[mishap])
-    assert not request.note(mishap, None, tokens=3 + INNOCENT_TOKENS)
+    assert request.count == (0 if kind == "moved" else MAX_IN_A_ROW[kind])
+    assert not request.record(kind, None, tokens=3 + INNOCENT_TOKENS)
 
 
 def test_needs_are_what_is_known_of_a_request() -> None:

@@ -41,7 +41,7 @@ def live_request(
         output=Output(request, prompt_ids, codec=codec or ByteText(), end_ids=frozenset()),
         place=Admission(max_requests=1, max_tokens=1).reserve(),
         client=NOBODY,
-        held_before_s=0.0,
+        wait_clock_s=0.0,
     )
 
 

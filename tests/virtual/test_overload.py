@@ -124,7 +124,7 @@ async def test_a_refusal_does_not_look_through_the_queue(
     async with open_virtual_engine(config(max_queue_requests=16)) as (engine, _):
         await fill(engine, 16)
         monkeypatch.setattr("wsbatch.engine.admission.sheddable", lambda *_, **__: pytest.fail("looked through"))
-        assert isinstance(engine.turn_away(), QueueFull)
+        assert isinstance(engine.refuse_early(), QueueFull)
         with pytest.raises(QueueFull):
             await engine.submit(request())
 
@@ -134,19 +134,19 @@ async def test_probes_expect_nobody_back(autojump_clock: MockClock) -> None:
         await fill(engine, 16)
         told = {told_ms(engine.refusal()) for _ in range(100)}
         assert told == {engine.status().retry_after_ms}
-        assert told_ms(engine.turn_away()) in told
-        assert told_ms(engine.turn_away()) > max(told)
+        assert told_ms(engine.refuse_early()) in told
+        assert told_ms(engine.refuse_early()) > max(told)
 
 
 async def test_a_queue_that_lasts_is_told_up_to_half_a_minute(autojump_clock: MockClock) -> None:
     async with open_virtual_engine(config(max_queue_requests=16)) as (engine, _):
         await fill(engine, 16)
-        told = [told_ms(engine.turn_away()) for _ in range(2000)]
+        told = [told_ms(engine.refuse_early()) for _ in range(2000)]
         assert told == sorted(told)
         assert max(told) == 30_000
         await trio.sleep(40)
         await fill(engine, 16)
-        assert told_ms(engine.turn_away()) < 2 * told[0]  # they are all back
+        assert told_ms(engine.refuse_early()) < 2 * told[0]  # they are all back
 
 
 async def test_what_would_miss_a_latency_goal_is_refused_unread(autojump_clock: MockClock) -> None:

@@ -17,8 +17,8 @@ from wsbatch.batching.queue import ScheduledRequest
 from wsbatch.batching.scheduler import Decision, Idle, Scheduler, Step, WaitUntil
 from wsbatch.config import EngineConfig
 from wsbatch.engine.admission import AdmissionControl
+from wsbatch.engine.batch_wait import BatchWaitClock
 from wsbatch.engine.health import ModelHealth
-from wsbatch.engine.hold import HoldClock
 from wsbatch.engine.live import LiveRequests
 from wsbatch.engine.metrics import EngineMetrics
 from wsbatch.engine.outbox import Outbox
@@ -74,7 +74,7 @@ class EngineCore:
         self._requests = LiveRequests(
             scheduler, self._admission, self.metrics, max_unsent_tokens=config.max_unsent_tokens
         )
-        self._hold = HoldClock()
+        self._batch_wait = BatchWaitClock()
         self._last_key = 0
         self._step_began_s: float | None = None  # of the step in flight
         self._slot_phases: Sequence[tuple[int, RowPhase]] = ()  # its rows, where somebody watches
@@ -96,7 +96,7 @@ class EngineCore:
             refusal.retry_after_ms = self._admission.retry_after_ms(now_s)
         return refusal
 
-    def turn_away(self, client: Client, priority: int, now_s: float) -> RequestError | None:
+    def refuse_early(self, client: Client, priority: int, now_s: float) -> RequestError | None:
         """The refusal of a request that is there, whatever it holds; None if it may be let in. See `set_retry_time`."""
         refusal = self._refusal(client, priority)
         if refusal is not None:
@@ -162,8 +162,8 @@ class EngineCore:
             arrived_s=arrived_s,
             turn_s=self._admission.turn_s(client, arrived_s),
         )
-        held_s = self._hold.reading_s(now_s)
-        live = LiveRequest(outbox, scheduled=scheduled, output=output, place=place, client=client, held_before_s=held_s)
+        wait_s = self._batch_wait.reading_s(now_s)
+        live = LiveRequest(outbox, scheduled=scheduled, output=output, place=place, client=client, wait_clock_s=wait_s)
         outbox.key = scheduled.key
         outbox.accept(Accepted(request.id, len(prompt_ids), len(self.scheduler.queue), sampling.seed or 0))
         self.metrics.prompt_tokens.inc(len(prompt_ids))
@@ -179,19 +179,19 @@ class EngineCore:
 
         Raises EngineDead where requests wait and nothing will ever run.
         """
-        self._hold.release(now_s)
+        self._batch_wait.stop(now_s)
         decision = self.scheduler.decide(now_s)
         match decision:
             case Step(started=started):
                 for key in started:
-                    self._requests.start(key, self._hold.reading_s(now_s), now_s)
+                    self._requests.start(key, self._batch_wait.reading_s(now_s), now_s)
                 if started:
                     self._admission.started(len(started), now_s)
                     self._changed()
                 self._slot_phases = self.scheduler.slot_phases() if self.recorder.watched else ()
                 self._step_began_s = now_s
             case WaitUntil():
-                self._hold.hold(now_s)
+                self._batch_wait.start(now_s)
             case Idle() if (waiting := len(self.scheduler.queue)) > 0:
                 raise EngineDead(f"the scheduler is wedged: {waiting} requests wait and nothing runs")
         return decision

@@ -65,7 +65,7 @@ class Engine(Submits, Protocol):
 
     @property
     def full(self) -> bool:
-        """Whether some requests made now would be refused whatever they hold: `turn_away` tells which."""
+        """Whether some requests made now would be refused whatever they hold: `refuse_early` tells which."""
         ...
 
     def refusal(self) -> RequestError | None:
@@ -75,7 +75,7 @@ class Engine(Submits, Protocol):
         """
         ...
 
-    def turn_away(self, client: Client = NOBODY, priority: int = DEFAULT_PRIORITY) -> RequestError | None:
+    def refuse_early(self, client: Client = NOBODY, priority: int = DEFAULT_PRIORITY) -> RequestError | None:
         """The refusal of a request that nobody has looked at, or of a connection; None if it may be let in.
 
         The client must be told: it is expected back when the error says, and the next one is told a later time.

@@ -70,12 +70,12 @@ class LiveRequests:
         self._deadlines.set(live.key, queue_deadline_s)
         self._scheduler.add(live.scheduled)
 
-    def start(self, key: int, held_s: float, now_s: float) -> None:
-        """Its first step begins. `held_s` is the reading of the engine's hold clock."""
+    def start(self, key: int, wait_clock_s: float, now_s: float) -> None:
+        """Its first step begins. `wait_clock_s` is the reading of the engine's `BatchWaitClock`."""
         live = self._by_key[key]
         self._deadlines.set(key, live.deadline_s)
         self._admission.leave(live.place, live.client)
-        live.start(held_s, now_s)
+        live.start(wait_clock_s, now_s)
 
     def deliver(self, tokens: Iterable[RowToken], now_s: float) -> None:
         """Give each of these tokens to its request, and end those that are over with it."""

@@ -87,9 +87,9 @@ class BatchEngine(Submits):
         """See `Engine.refusal`."""
         return self.core.refusal(trio.current_time())
 
-    def turn_away(self, client: Client = NOBODY, priority: int = DEFAULT_PRIORITY) -> RequestError | None:
-        """See `Engine.turn_away`."""
-        return self.core.turn_away(client, priority, trio.current_time())
+    def refuse_early(self, client: Client = NOBODY, priority: int = DEFAULT_PRIORITY) -> RequestError | None:
+        """See `Engine.refuse_early`."""
+        return self.core.refuse_early(client, priority, trio.current_time())
 
     def status(self) -> Status:
         """See `Engine.status`."""

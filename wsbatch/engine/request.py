@@ -22,7 +22,7 @@ class LiveRequest:
         output: its tokens and text.
         place: its place in the queue.
         client: whose it is.
-        held_before_s: reading of the engine's hold clock when it came.
+        wait_clock_s: reading of the engine's `BatchWaitClock` when it came.
 
     Attributes:
         reason: why it is over, from its own end on.
@@ -38,14 +38,14 @@ class LiveRequest:
         output: Output,
         place: Place,
         client: Client,
-        held_before_s: float,
+        wait_clock_s: float,
     ) -> None:
         self.outbox = outbox
         self.scheduled = scheduled
         self.output = output
         self.place = place
         self.client = client
-        self.held_before_s = held_before_s
+        self.wait_clock_s = wait_clock_s
         self.reason: FinishReason | None = None
         self.started_s: float | None = None
         self.batch_wait_s = 0.0
@@ -75,10 +75,10 @@ class LiveRequest:
         """When the whole request has taken too long; infinity where it has no such bound."""
         return self.scheduled.arrived_s + (self.request.timeout_ms or inf) / 1000
 
-    def start(self, held_s: float, now_s: float) -> None:
-        """Its first step begins. `held_s` is the reading of the engine's hold clock."""
+    def start(self, wait_clock_s: float, now_s: float) -> None:
+        """Its first step begins. `wait_clock_s` is the reading of the engine's `BatchWaitClock`."""
         self.started_s = now_s
-        self.batch_wait_s = held_s - self.held_before_s
+        self.batch_wait_s = wait_clock_s - self.wait_clock_s
         self.outbox.start()
 
     def advance(self, token_id: int, logprobs: TokenLogprobs | None, now_s: float) -> FinishReason | None:

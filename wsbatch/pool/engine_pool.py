@@ -36,9 +36,9 @@ class EnginePool(Submits):
     def __init__(self, config: PoolConfig | None = None) -> None:
         self.config = config or PoolConfig()
         self.clock = LoopClock()
-        self.replicas = Replicas(self.config, clock=self.clock, on_change=self._dispatch_held)
+        self.replicas = Replicas(self.config, clock=self.clock, on_change=self._dispatch_waiting)
         self._routes: dict[int, Route] = {}
-        self._held: dict[int, Route] = {}
+        self._waiting: dict[int, Route] = {}
         self._last_key = 0
         self._draining = False
         self._ended = trio.lowlevel.ParkingLot()  # who waits for requests to end, here or on a replica
@@ -97,8 +97,8 @@ class EnginePool(Submits):
             return Draining("the router is shutting down", retry_after_ms=1000)
         return self.replicas.refusal()
 
-    def turn_away(self, client: Client = NOBODY, priority: int = DEFAULT_PRIORITY) -> RequestError | None:
-        """See `Engine.turn_away`. Classes, and who is expected when, are the replicas' matter."""
+    def refuse_early(self, client: Client = NOBODY, priority: int = DEFAULT_PRIORITY) -> RequestError | None:
+        """See `Engine.refuse_early`. Classes, and who is expected when, are the replicas' matter."""
         return self.refusal()
 
     def status(self) -> Status:
@@ -174,9 +174,9 @@ class EnginePool(Submits):
 
     # What routes need.
 
-    def hold(self, route: Route) -> None:
+    def retry_later(self, route: Route) -> None:
         """None can take it: `dispatch` it again when that has changed, but not before its `not_before_s`."""
-        self._held[route.key] = route
+        self._waiting[route.key] = route
 
     def wake_at(self, route: Route, at_s: float) -> None:
         """Call its `wake` then, and not when it asked for before."""
@@ -191,7 +191,7 @@ class EnginePool(Submits):
 
     def ended(self, route: Route) -> None:
         """It has its terminal event, or was refused, or nobody wants it."""
-        self._held.pop(route.key, None)
+        self._waiting.pop(route.key, None)
         self._deadlines.drop(route.key)
         if self._routes.pop(route.key, None) is None:
             return
@@ -215,14 +215,14 @@ class EnginePool(Submits):
             with trio.move_on_at(self._deadlines.next_s):
                 await self._sooner.wait()
 
-    def _dispatch_held(self) -> None:
-        """A replica is ready, or has said how much work it has: what was held may have a place there."""
+    def _dispatch_waiting(self) -> None:
+        """A replica is ready, or has said how much work it has: what waits may have a place there."""
         now_s = trio.current_time()
-        for route in sorted(self._held.values(), key=lambda route: (route.request.priority, route.key)):
+        for route in sorted(self._waiting.values(), key=lambda route: (route.request.priority, route.key)):
             if route.search.kind is not None and not self.replicas.has(route.search.kind):
                 route.give_up()
             elif now_s >= route.not_before_s:
-                self._held.pop(route.key, None)
+                self._waiting.pop(route.key, None)
                 route.dispatch()  # which holds it again where there is still no place
         self._tell_watchers()
 

@@ -6,9 +6,9 @@ from typing import TypeAlias, get_args
 from wsbatch.client.errors import error_of
 from wsbatch.errors import BY_CODE, BadRequest, EngineDead, ModelError, QueueTimeout, RequestError, SlowConsumer
 from wsbatch.messages import Failed, Finished, FinishReason, GenerateRequest
+from wsbatch.pool.failures import FailureKind
 from wsbatch.pool.replica import Blame, Replica
 from wsbatch.pool.search import ELSEWHERE, LARGER
-from wsbatch.pool.suspicion import Mishap
 
 # Refusals that are about the request, wherever it is sent.
 _FINAL = frozenset(error.code for error in (BadRequest, QueueTimeout))
@@ -45,7 +45,7 @@ class Failure:
         blame: of the replica; None where nobody is to blame, or something else is the likelier cause.
     """
 
-    mishap: Mishap
+    kind: FailureKind
     error: RequestError
     blame: Blame | None
 
@@ -80,12 +80,10 @@ def of_failed(event: Failed, replica: Replica, *, accepted: bool, started: bool)
 
 def lost(why: str, blame: Blame | None, *, with_replica: bool, started: bool) -> Failure:
     """Of the loss of the replica, or of a connection to it alone."""
-    mishap: Mishap = "killed" if started else "lost"
+    kind: FailureKind = "killed" if started else "lost"
     if not with_replica:
-        mishap = "moved" if blame is None else "cut"
-    return Failure(
-        mishap, ModelError(f"replicas were lost one after another while they had this request: {why}"), blame
-    )
+        kind = "moved" if blame is None else "cut"
+    return Failure(kind, ModelError(f"replicas were lost one after another while they had this request: {why}"), blame)
 
 
 def broken(why: str, replica: Replica) -> Failure:

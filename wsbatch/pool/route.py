@@ -14,10 +14,10 @@ from wsbatch.errors import ConnectionLost, Draining, ModelError, QueueTimeout, R
 from wsbatch.messages import Accepted, Finished, FinishReason, GenerateRequest, Tokens
 from wsbatch.pool.answer import Answer
 from wsbatch.pool.attempt import Attempt
+from wsbatch.pool.failures import INNOCENT_TOKENS, FailureHistory
 from wsbatch.pool.needs import estimated_tokens
 from wsbatch.pool.outcome import Ended, Failure, Outcome, Stopped
 from wsbatch.pool.search import Search, no_room
-from wsbatch.pool.suspicion import INNOCENT_TOKENS, Suspicion
 from wsbatch.pool.time_bounds import TimeBounds
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _ANSWER_S = 1.0  # for a replica to say how a request ended that was cancelled t
 # Before one of those that may have broken a connection is sent on, about so long, each another time: it is alone then
 # if it breaks the next one.
 _APART_S = 0.25
-_LONGEST_HOLD_S = 1.0
+_LONGEST_PAUSE_S = 1.0
 _RETRY_S = 0.05  # before a replica that has just failed to take a request is asked again
 
 
@@ -42,9 +42,9 @@ class Route:
 
     Attributes:
         answer: what the client was told.
-        attempt: where it is; None while it is held.
+        attempt: where it is; None while no replica has it.
         search: for a replica that takes it.
-        not_before_s: while it is held: when to try again.
+        not_before_s: while no replica has it: when to try again.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class Route:
         self.not_before_s = 0.0
         self._pool = pool
         self._tokens = estimated_tokens(request)
-        self._suspicion = Suspicion()
+        self._failures = FailureHistory()
         self._ending: FinishReason | None = None  # its replica was asked to end it, for this reason
         self._bounds = TimeBounds(request, pool.config, pool.clock)
         self._arm()
 
     def __repr__(self) -> str:
-        where = "held" if self.attempt is None else self.attempt.replica.name
+        where = "waiting" if self.attempt is None else self.attempt.replica.name
         return f"<Route {self.key} {where}: {len(self.answer.token_ids)} tokens>"
 
     @property
@@ -232,45 +232,45 @@ class Route:
 
     def _find_no_place(self) -> None:
         refusal = self.search.give_up()
-        if not self.answer.accepted and (refusal is not None or not self._suspicion.faults):
+        if not self.answer.accepted and (refusal is not None or not self._failures.count):
             self._refuse(refusal)
             return
         # It was let in before those who are told to come back, and does not wait behind them.
-        self._hold(_RETRY_S if refusal is None else min((refusal.retry_after_ms or 0) / 1000, _LONGEST_HOLD_S))
+        self._retry_later(_RETRY_S if refusal is None else min((refusal.retry_after_ms or 0) / 1000, _LONGEST_PAUSE_S))
 
-    def _hold(self, retry_s: float) -> None:
+    def _retry_later(self, retry_s: float) -> None:
         """No replica has it for so long at least."""
         config, now_s = self._pool.config, trio.current_time()
         patience_s = config.resume_timeout_s if self.answer.accepted else config.accept_timeout_s
         self.not_before_s = now_s + retry_s
         self._bounds.give_up_s = min(self._bounds.give_up_s, now_s + patience_s)
-        self._pool.hold(self)
+        self._pool.retry_later(self)
         self._arm()
 
     def _refuse(self, error: RequestError | None) -> None:
         """Refuse it, with this or as the pool would; but what has befallen replica after replica is not to be tried
         again."""
-        if self._suspicion.faults > 1:
+        if self._failures.count > 1:
             error = ModelError("replicas were lost, or failed, one after another while they had this request")
         self.fail(error or self._pool.refusal() or no_room([]))
 
     def _done_by(self, attempt: Attempt) -> None:
         attempt.replica.health.succeeded(attempt.sent_s)
-        self._suspicion.cleared(attempt.replica)
+        self._failures.succeeded(attempt.replica)
 
     def _stopped(self, outcome: Stopped) -> None:
         """The replica's own doing: it is being stopped. What it held back is held back by the next one too."""
-        suspect = self._suspicion.note("moved", outcome.blame, tokens=len(self.answer.token_ids))
-        if suspect or not self._has_successor:
+        at_fault = self._failures.record("moved", outcome.blame, tokens=len(self.answer.token_ids))
+        if at_fault or not self._has_successor:
             self._finish("shutdown", outcome.finished)
         else:
             self._move()
 
     def _failed(self, outcome: Failure) -> None:
-        if self._suspicion.note(outcome.mishap, outcome.blame, tokens=len(self.answer.token_ids)):
+        if self._failures.record(outcome.kind, outcome.blame, tokens=len(self.answer.token_ids)):
             self.fail(outcome.error)
         else:
-            self._move(pause_s=random.uniform(0.5, 1.5) * _APART_S if outcome.mishap == "cut" else 0.0)
+            self._move(pause_s=random.uniform(0.5, 1.5) * _APART_S if outcome.kind == "cut" else 0.0)
 
     def _move(self, *, pause_s: float = 0.0) -> None:
         """To another replica."""
@@ -279,7 +279,7 @@ class Route:
             return
         self._pool.moved(self)
         if pause_s > 0:
-            self._hold(pause_s)
+            self._retry_later(pause_s)
         else:
             self.dispatch()
 

@@ -94,7 +94,7 @@ class Server:
             session=self._serve_session,
             plain=self._plain,
             probe=self._probe,
-            refusal=self._turn_away,
+            refusal=self._refuse_connection,
             metrics=self.metrics,
             memory=self._memory,
             deadlines=self.deadlines,
@@ -134,8 +134,8 @@ class Server:
         """Why a connection made now would be refused: draining, dead, or full. None where it would be let in."""
         return self._stopped() or self._engine.refusal() or self._transport.full()
 
-    def _turn_away(self) -> RequestError | None:
-        return self._stopped() or self._engine.turn_away() or self._transport.full()
+    def _refuse_connection(self) -> RequestError | None:
+        return self._stopped() or self._engine.refuse_early() or self._transport.full()
 
     def _stopped(self) -> Draining | None:
         if self._stopping.is_set() and self._engine.state != "dead":

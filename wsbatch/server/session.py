@@ -141,7 +141,7 @@ class Session:
                 received = await self._reader.receive()
             except Disconnected:
                 return
-            if self._ending.deaf or self._turn_away(received):
+            if self._ending.deaf or self._refuse_early(received):
                 received.release()
                 continue
             message: ClientMessage | None = None
@@ -177,7 +177,7 @@ class Session:
             case Unwatch():
                 self._watch.stop()
 
-    def _turn_away(self, received: Received) -> bool:
+    def _refuse_early(self, received: Received) -> bool:
         """Refuse a `generate` unread, where the engine is full: whether that was done.
 
         So a refusal costs a small part of a request, and those who are too many take little from those who are served.
@@ -188,7 +188,7 @@ class Session:
         # What this client alone has done wrong, the long way tells.
         if id in self._live or len(self._live) >= self._config.max_live_requests:
             return False
-        if (refusal := self._engine.turn_away(self._client, priority)) is None:
+        if (refusal := self._engine.refuse_early(self._client, priority)) is None:
             return False
         self._refuse(id, refusal)
         return True

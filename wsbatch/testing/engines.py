@@ -66,7 +66,7 @@ class ScriptedEngine(Submits):
             return Draining("the server is shutting down", retry_after_ms=1000)
         return self.refuse
 
-    def turn_away(self, client: Client = NOBODY, priority: int = DEFAULT_PRIORITY) -> RequestError | None:
+    def refuse_early(self, client: Client = NOBODY, priority: int = DEFAULT_PRIORITY) -> RequestError | None:
         """The same, to a client."""
         return self.refusal()
 

@@ -130,25 +130,25 @@ class HuggingFaceText(TextCodec):
         _check(messages)
         if self._template is None:
             raise BadRequest("messages: this model has no chat template; send prompt or token_ids instead")
-        veil = _Veil()
-        text = self._template.render(self._veil_literals(messages, veil))
-        found = self._tokenizer.find([veil.blank(text)])[0]
-        veiled = self._veil_edges(messages, veil)
-        if veiled != tuple(messages):
+        placeholders = _Placeholders()
+        text = self._template.render(self._hide_literals(messages, placeholders))
+        found = self._tokenizer.find([placeholders.mask(text)])[0]
+        hidden = self._hide_edges(messages, placeholders)
+        if hidden != tuple(messages):
             # Could a message make a special token together with the template's words, or with another message? Then
             # fewer are found where messages cannot contribute; that text is safe and is used, although the template
             # did not see the characters hidden in it.
-            alone = self._template.render(veiled)
-            found_alone = self._tokenizer.find([veil.blank(alone)])[0]
+            alone = self._template.render(hidden)
+            found_alone = self._tokenizer.find([placeholders.mask(alone)])[0]
             if [each.token_id for each in found_alone] != [each.token_id for each in found]:
                 text, found = alone, found_alone
-        if not veil.hides(text) and (ids := self._tokenizer.mark(text, found)) is not None:
+        if not placeholders.occur_in(text) and (ids := self._tokenizer.mark(text, found)) is not None:
             return ids
         ids, end = [], 0
         for each in found:
-            ids += [*self._tokenizer.spell(veil.lift(text[end : each.start])), each.token_id]
+            ids += [*self._tokenizer.spell(placeholders.restore(text[end : each.start])), each.token_id]
             end = each.end
-        return ids + self._tokenizer.spell(veil.lift(text[end:]))
+        return ids + self._tokenizer.spell(placeholders.restore(text[end:]))
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """See `TextCodec`."""
@@ -158,55 +158,55 @@ class HuggingFaceText(TextCodec):
         """See `TextCodec`."""
         return self._tokenizer.detokenizer(prompt_ids)
 
-    def _veil_literals(self, messages: Sequence[ChatMessage], veil: "_Veil") -> tuple[ChatMessage, ...]:
+    def _hide_literals(self, messages: Sequence[ChatMessage], placeholders: "_Placeholders") -> tuple[ChatMessage, ...]:
         """The messages with the first character of each literal of a special token hidden: no literal is left."""
-        veiled = []
+        hidden = []
         for message, literals in zip(messages, self._tokenizer.find([m.content for m in messages]), strict=True):
             content, end = [], 0
             for literal in literals:
                 swallowed = message.content[literal.start : literal.end]
                 first = literal.start + len(swallowed) - len(swallowed.lstrip())
-                content += [message.content[end:first], veil.hide(message.content[first])]
+                content += [message.content[end:first], placeholders.hide(message.content[first])]
                 end = first + 1
-            veiled.append(replace(message, content="".join([*content, message.content[end:]])))
-        return tuple(veiled)
+            hidden.append(replace(message, content="".join([*content, message.content[end:]])))
+        return tuple(hidden)
 
-    def _veil_edges(self, messages: Sequence[ChatMessage], veil: "_Veil") -> tuple[ChatMessage, ...]:
+    def _hide_edges(self, messages: Sequence[ChatMessage], placeholders: "_Placeholders") -> tuple[ChatMessage, ...]:
         """The messages without any character that begins or ends the literal of a special token."""
-        veiled = []
+        hidden = []
         for message in messages:
             content = message.content
             for edge in self._tokenizer.edges:
                 if edge in content:
-                    content = content.replace(edge, veil.hide(edge))
-            veiled.append(replace(message, content=content))
-        return tuple(veiled)
+                    content = content.replace(edge, placeholders.hide(edge))
+            hidden.append(replace(message, content=content))
+        return tuple(hidden)
 
 
-class _Veil:
-    """Hides characters from template and tokenizer behind stand-ins that no valid text has: lone surrogates."""
+class _Placeholders:
+    """Hides characters from template and tokenizer behind placeholders that no valid text has: lone surrogates."""
 
     def __init__(self) -> None:
-        self._stand_ins: dict[str, str] = {}
+        self._by_character: dict[str, str] = {}
 
     def hide(self, character: str) -> str:
-        """Its stand-in."""
-        return self._stand_ins.setdefault(character, chr(0xDC00 + len(self._stand_ins)))
+        """Its placeholder."""
+        return self._by_character.setdefault(character, chr(0xDC00 + len(self._by_character)))
 
-    def lift(self, text: str) -> str:
+    def restore(self, text: str) -> str:
         """The text with the characters themselves."""
-        for character, stand_in in self._stand_ins.items():
-            text = text.replace(stand_in, character)
+        for character, placeholder in self._by_character.items():
+            text = text.replace(placeholder, character)
         return text
 
-    def hides(self, text: str) -> bool:
-        """Whether a stand-in is in the text."""
-        return any(stand_in in text for stand_in in self._stand_ins.values())
+    def occur_in(self, text: str) -> bool:
+        """Whether a placeholder is in the text."""
+        return any(placeholder in text for placeholder in self._by_character.values())
 
-    def blank(self, text: str) -> str:
-        """The text, as long as it is, with U+FFFD for the stand-ins: valid Unicode."""
-        for stand_in in self._stand_ins.values():
-            text = text.replace(stand_in, "\ufffd")
+    def mask(self, text: str) -> str:
+        """The text, as long as it is, with U+FFFD for the placeholders: valid Unicode."""
+        for placeholder in self._by_character.values():
+            text = text.replace(placeholder, "\ufffd")
         return text
 
 
