@@ -106,7 +106,7 @@ def test_the_choice_is_confirmed_on_a_server(capsys: pytest.CaptureFixture[str])
     argv = ["--rate", "20", "--setting", "continuous:max_batch_size=4", "--model", f"simulated:{COSTS}"]
     assert run(*argv, "--confirm", "30") in (0, 4, 5)
     printed = capsys.readouterr().out
-    assert "e2e_p95<=1s takes at least 72 measured requests to be shown" in printed
+    assert "e2e_p95<=1s takes about 200, where they queue more, measured requests to be shown" in printed
     assert "confirmed  " in printed
 
 

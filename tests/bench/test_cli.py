@@ -91,7 +91,7 @@ def test_a_sweep_is_kept_resumed_and_chosen_from(tmp_path: Path, capsys: pytest.
     # 250 answers of 250 are at least 95 % for certain, but not 99 %.
     assert run("choose", str(tmp_path), "--slo", "success>=95%") == 0
     assert run("choose", str(tmp_path), "--slo", "success>=99%") == 5
-    assert "success>=99% takes at least 299 measured requests to be shown: with 120" in capsys.readouterr().out
+    assert "success>=99% takes at least 299 measured requests to be shown; there are 250" in capsys.readouterr().out
     assert run("choose", str(tmp_path), "--slo", "e2e_p95<=1ms") == 4
     assert run("choose", str(tmp_path), "--slo", "nonsense") == 2
     assert run("choose", str(tmp_path / "nowhere"), "--slo", "e2e_p95<=1s") == 2
@@ -178,7 +178,7 @@ def test_a_long_sweep_says_what_would_shorten_it(tmp_path: Path, capsys: pytest.
     assert run(*argv, "--capacity", "3", "--slo", "success>=99.9%") == 0
     printed = capsys.readouterr().out
     assert "90 cells, 90 to measure: about 430 min" in printed
-    assert "--engine virtual --costs FILE, of `scaling --out` (about 18 min)" in printed
+    assert "--engine virtual --costs FILE, of `scaling --out` (about " in printed
     assert "success>=99.9% takes at least 2,995 measured requests" in printed
     assert run(*argv, "--setting", "dynamic:max_batch_size=8") == 0
     assert "the reference rate is measured first: 116 requests in 1 runs" in capsys.readouterr().out
@@ -289,7 +289,7 @@ def test_beforehand_load_says_how_long_it_takes_and_what_it_cannot_tell(capsys: 
     assert "20 warm-up and 101 measured requests: about 60 s" in said
     assert "success>=100% is shown by no number of requests: success>=99.9% takes 2,995" in said
     assert "success>=99% takes at least 299 measured requests" in said
-    assert "ttft_p95" not in said
+    assert "ttft_p95<=0.5s takes about 200, where they queue more, measured requests to be shown" in said
     assert run(*argv, "--request-rate", "0.02") == 1
     said = capsys.readouterr().err
     assert "about 100 min" in said

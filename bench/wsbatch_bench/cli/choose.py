@@ -89,7 +89,7 @@ def _run_sweep(arguments: argparse.Namespace, slo: Slo) -> int:
     from wsbatch_bench.sweep.files import SweepDocument, read_sweep
 
     document = read_sweep(arguments.sweep)
-    for line in slo.lacking(document.meta["measured"]):
+    for line in slo.lacking(max(document.meta["measured"], document.meta["most"])):
         print(line, flush=True)
     status = 0
     if arguments.refine:

@@ -248,7 +248,7 @@ def _plan_lines(arguments: argparse.Namespace, sweep: Sweep, cells: Sequence[Cel
     if takes_s > LONG_S:
         lines.append(f"shorter: {_shorter(arguments, sweep, left, takes_s)}")
     if arguments.slo is not None:
-        lines += arguments.slo.lacking(sweep.measured)
+        lines += arguments.slo.lacking(max(sweep.measured, sweep.most))
     if arguments.dry_run:
         lines += [
             f"  {cell.setting.label:40} {cell.rate:8.4g} requests/s  {span(sweep.estimate_s(cell)):>8}"

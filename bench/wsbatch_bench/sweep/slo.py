@@ -11,7 +11,8 @@ from wsbatch_bench.sweep.cell import CellResult
 Verdict = Literal["pass", "fail", "undecided"]
 
 _METRICS = {"e2e_p95": "e2e_p95_s", "ttft_p95": "ttft_p95_s", "tpot_p95": "tpot_p95_s"}
-_TAIL, _SUCCESS_LEVEL = 0.025, 0.95  # of the bounds of p95, and of the share of answers
+_LATENCIES = 200
+_SUCCESS_LEVEL = 0.95
 _NEAR_ALL = 0.999
 _PERCENT, _TIME = Number(0, 100), Number(0, 86_400_000, above=True)
 _UNITS = {"s": 1.0, "ms": 0.001}
@@ -45,9 +46,13 @@ class Bound:
 
     @property
     def least_requests(self) -> float:
-        """How many measured requests it takes at least to show that it holds; infinite where no number shows it."""
+        """How many measured requests it takes to show that it holds; infinite where no number shows it.
+
+        Of a latency, where requests do not queue: the interval of p95 has an upper bound in 97 of 100 runs of 200
+        independent values, in 5 of 100 of 72. For the share of answers, where all of them are answered.
+        """
         if self.metric != "success":
-            return ceil(log(_TAIL) / log(0.95))
+            return _LATENCIES
         if self.limit in (0, 1):
             return inf if self.limit else 1
         return ceil(log(1 - _SUCCESS_LEVEL) / log(self.limit))
@@ -94,10 +99,10 @@ class Slo:
                     f"success>=100% is shown by no number of requests: success>={_NEAR_ALL:.1%} takes {near:,.0f}"
                 )
             elif bound.least_requests > requests:
-                lines.append(
-                    f"{bound.text} takes at least {bound.least_requests:,.0f} measured requests to be shown: with "
-                    f"{requests:,} it fails or stays undecided"
-                )
+                least = f"at least {bound.least_requests:,.0f}"
+                if bound.metric != "success":
+                    least = f"about {bound.least_requests:,.0f}, where they queue more,"
+                lines.append(f"{bound.text} takes {least} measured requests to be shown; there are {requests:,}")
         return lines
 
     def limit(self, metric: str) -> float | None:
