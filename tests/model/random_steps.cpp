@@ -1,8 +1,9 @@
 // Steps of random small models through the kernels, for a sanitizer to watch: every buffer has exactly its size.
 //
-// Arguments: the first seed, and how many. Each seed is a model in WSBATCH_FORMAT (shapes, windows, biases, threads) and a few
-// ragged steps of it: rows join in chunks, decode, and some have a token whose embedding is NaN. Exits with 1 where a
-// step's best id is not that of its logits, or where the wrong rows are called broken.
+// Arguments: the first seed, and how many. Each seed is a model in WSBATCH_FORMAT (shapes, windows, biases, threads) and a
+// few ragged steps of it: rows join in chunks, decode, some have a token whose embedding is NaN, and some steps find no
+// memory at first. Exits with 1 where a step's best id is not that of its logits, or where the wrong rows are called
+// broken.
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
@@ -11,6 +12,19 @@
 #include "step.cpp"
 
 using Random = std::mt19937;
+
+// Memory runs out after so many allocations. None may fail on a helper thread: nobody could catch that.
+constexpr long PLENTY = std::numeric_limits<long>::max();
+static std::atomic<long> allocations_left = PLENTY;
+
+void* operator new(size_t size) {
+    void* made = allocations_left.fetch_sub(1) > 0 ? std::malloc(size) : nullptr;
+    if (!made) throw std::bad_alloc();
+    return made;
+}
+void* operator new(size_t size, const std::nothrow_t&) noexcept { return std::malloc(size); }
+void operator delete(void* made) noexcept { std::free(made); }
+void operator delete(void* made, size_t) noexcept { std::free(made); }
 
 static int pick(Random& random, int least, int most) { return std::uniform_int_distribution(least, most)(random); }
 
@@ -145,7 +159,10 @@ class Trial {
         const Batch batch{(int)rows.size(), (int)ids.size(), (int)sample_at.size(), (int)widest, ids.data(),
                           positions.data(), sample_at.data(), starts.data(), lens.data(), tables.data(),
                           places.data(), best.data(), broken.data(), stage_ms};
-        wsbatch_step(runner_, &batch);
+        allocations_left = pick(random_, 0, 6);
+        const int32_t failed = wsbatch_step(runner_, &batch);
+        allocations_left = PLENTY;
+        if (failed && wsbatch_step(runner_, &batch)) return false;
         for (size_t s = 0, r = 0; s < best.size(); s++) {
             while (starts[r + 1] <= sample_at[s]) r++;
             const auto& row = logits[s];

@@ -130,7 +130,10 @@ class FusedRunner:
             pool=self._hold(pool),
         )
         layers = (_Layer * config.num_hidden_layers)(*(self._layer(layer) for layer in model.model.layers))
-        self._runner = ctypes.c_void_p(self._library.wsbatch_create(ctypes.byref(settings), layers))
+        created = self._library.wsbatch_create(ctypes.byref(settings), layers)
+        if created is None:
+            raise KernelsUnavailable("there is no memory for the kernels' scratch")
+        self._runner = ctypes.c_void_p(created)
         # Its helper threads would outlive it.
         self._finalizer = weakref.finalize(self, self._library.wsbatch_destroy, self._runner)
         self._stage_ms = np.zeros(len(PARTS))
@@ -153,6 +156,7 @@ class FusedRunner:
 
         Returns the most likely id of every sampling row (-1 where its largest logit is not finite, or one is NaN), the
         logits of the wanted rows, float32 [wanted rows, V], and the rows with a key or a value that is not finite.
+        Raises MemoryError where the step finds no memory; nothing has been computed then.
         """
         logits = torch.empty(sum(wanted), self.vocab)
         addresses = np.zeros(len(wanted), np.uint64)
@@ -175,7 +179,8 @@ class FusedRunner:
             broken=broken.ctypes.data,
             stage_ms=self._stage_ms.ctypes.data,
         )
-        self._library.wsbatch_step(self._runner, ctypes.byref(batch))
+        if self._library.wsbatch_step(self._runner, ctypes.byref(batch)):
+            raise MemoryError(f"no memory for a step of {batch.tokens} tokens")
         return best.tolist(), logits, np.flatnonzero(broken).tolist()
 
     def sample(
@@ -202,7 +207,8 @@ class FusedRunner:
                 for index, (row, position) in enumerate(zip(rows, positions, strict=True))
             )
         )
-        self._library.wsbatch_choose(self._runner, choices, len(rows))
+        if self._library.wsbatch_choose(self._runner, choices, len(rows)):
+            raise MemoryError(f"no memory to choose from {vocab} logits")
         ids = [choice.id for choice in choices]
         asked = [
             None

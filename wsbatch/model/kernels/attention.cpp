@@ -58,8 +58,13 @@ struct Partial {
     }
 };
 
+// Memory of one thread. All of it is there before a step begins: a failed allocation in the middle of one would leave the
+// other threads waiting.
 template <class F>
 struct Scratch {
+    explicit Scratch(int d) : operand((size_t)WIDE * d) {
+        for (auto* partial : {&part, &total}) partial->out.reserve((size_t)MAX_QUERIES * d);
+    }
     alignas(64) float scores[MAX_QUERIES * WIDE];
     alignas(64) typename F::act weights[MAX_QUERIES * WIDE];
     std::vector<float> operand;  // [WIDE, D]: keys or values, unpacked
@@ -180,7 +185,6 @@ class Attention {
         using Operand = typename F::Operand;
         if (queries < UNPACK_ROWS<F>)
             return multiply<F>(a, lda, queries, b, count, sums);
-        scratch.operand.resize((size_t)WIDE * s_.head_dim);
         auto* operand = (unit*)scratch.operand.data();
         unpack<F>(b, count, operand);
         const int units = b.runs * b.units * F::STEPS;

@@ -47,6 +47,16 @@ INLINE dpart exp2_part(dpart x) {
 
 class Chooser {
   public:
+    // Makes room for rows of so many logits; `choose` itself allocates nothing.
+    void prepare(int vocab) {
+        const size_t count = (vocab + BLOCK - 1) / BLOCK;
+        maxima_.reserve(count);
+        order_.reserve(count);
+        sums_.reserve(count);
+        weights_.reserve(count * BLOCK);
+        candidates_.reserve(vocab);
+    }
+
     void choose(Choice& choice) {
         logits_ = choice.logits;
         vocab_ = choice.vocab;

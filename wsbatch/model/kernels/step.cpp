@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <limits>
+#include <new>
 
 #include "gemm.cpp"
 #include "layers.cpp"
@@ -63,9 +64,10 @@ class Model : public Runner {
           layers_(layers, layers + c.layers),
           shape_{c.q_heads, c.kv_heads, c.head_dim, c.block_tokens, c.scale},
           team_(c.threads, c.layers * STAGES_PER_LAYER + 4),
-          scratch_(c.threads),
           spaces_(c.threads),
           choosers_(c.threads) {
+        scratch_.reserve(c.threads);
+        for (int thread = 0; thread < c.threads; thread++) scratch_.emplace_back(c.head_dim);
         for (auto& layer : layers_)
             if (!plan_of(layer.window)) plans_.push_back({layer.window, std::make_unique<Plan>()});
     }
@@ -90,6 +92,8 @@ class Model : public Runner {
     }
 
     void choose(Choice* choices, int count) override {
+        for (auto& chooser : choosers_)
+            for (int i = 0; i < count; i++) chooser.prepare(choices[i].vocab);
         team_.run([&](int thread) {
             team_.stage(0, count, [&](int i) { choosers_[thread].choose(choices[i]); });
         });
@@ -302,13 +306,32 @@ class Model : public Runner {
     int samples_ = 0;
 };
 
-extern "C" {
-void* wsbatch_create(const Config* config, const LayerWeights* layers) {
-    return static_cast<Runner*>(new Model<WSBATCH_FORMAT>(*config, layers));
+// Null where there is no memory for it.
+extern "C" void* wsbatch_create(const Config* config, const LayerWeights* layers) {
+    try {
+        return static_cast<Runner*>(new Model<WSBATCH_FORMAT>(*config, layers));
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
 }
-void wsbatch_step(void* runner, const Batch* batch) { static_cast<Runner*>(runner)->step(*batch); }
-void wsbatch_choose(void* runner, Choice* choices, int32_t count) {
-    static_cast<Runner*>(runner)->choose(choices, count);
+
+// 0, or 1 where there was no memory; nothing has been computed then. The same for the next.
+extern "C" int32_t wsbatch_step(void* runner, const Batch* batch) {
+    try {
+        static_cast<Runner*>(runner)->step(*batch);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
 }
-void wsbatch_destroy(void* runner) { delete static_cast<Runner*>(runner); }
+
+extern "C" int32_t wsbatch_choose(void* runner, Choice* choices, int32_t count) {
+    try {
+        static_cast<Runner*>(runner)->choose(choices, count);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
 }
+
+extern "C" void wsbatch_destroy(void* runner) { delete static_cast<Runner*>(runner); }
