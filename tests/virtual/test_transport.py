@@ -13,8 +13,9 @@ import pytest
 import trio
 import trio.testing
 import wsproto.connection
-from wsproto.events import BytesMessage, Ping, Pong, TextMessage
+from wsproto.events import BytesMessage, CloseConnection, Ping, Pong, TextMessage
 
+from schedule import seed_schedule
 from wsbatch.config import ServerConfig
 from wsbatch.errors import QueueFull, RequestError
 from wsbatch.messages import GenerateRequest, Hello, Watch
@@ -606,6 +607,79 @@ async def test_nothing_is_written_after_a_write_that_was_cut_short(autojump_cloc
         await trio.sleep(2)
         received = await read_all(client.stream)  # reads on: there is room for whatever might be said
         assert received == b"\x82\x7e\x03\xe8" + b"a" * (len(received) - 4)
+
+
+async def talk_and_listen(connection: Connection) -> None:
+    """A session that ends as soon as either its sender or its receiver does, and sends all the time."""
+    async with trio.open_nursery() as nursery:
+
+        async def until_disconnected(turn: Callable[[], Awaitable[Any]]) -> None:
+            with suppress(Disconnected):
+                while True:
+                    await turn()
+            nursery.cancel_scope.cancel()
+
+        nursery.start_soon(until_disconnected, connection.receive)
+        nursery.start_soon(until_disconnected, lambda: connection.send(b"x" * 100))
+
+
+@pytest.mark.parametrize(
+    ("leave", "code"),
+    [
+        (lambda client: client.close(1000), 1000),
+        (lambda client: client.send(b"x" * 1100), 1009),
+        (lambda client: client.stream.send_all(b"\xff\x80\0\0\0\0"), 1002),
+    ],
+    ids=["the client closes", "the client sends too much", "the client breaks the protocol"],
+)
+async def test_a_busy_sender_does_not_cut_the_close_frame_short(
+    leave: Callable[[BareClient], Awaitable[None]], code: int, autojump_clock: Clock
+) -> None:
+    async with transport(talk_and_listen, capacity_bytes=400, max_message_bytes=1024) as fixture:
+        client = await fixture.open()
+        await trio.testing.wait_all_tasks_blocked()  # the sender holds the connection: the client does not read
+        await leave(client)
+        await trio.testing.wait_all_tasks_blocked()
+        event = await client.next_event()
+        while isinstance(event, BytesMessage):
+            event = await client.next_event()
+        assert (type(event), event.code) == (CloseConnection, code)
+        await client.stream.aclose()
+        await trio.testing.wait_all_tasks_blocked()
+        assert fixture.open_connections == 0
+
+
+@pytest.mark.parametrize("frames_before", [0, 30, 31, 32], ids=lambda frames: f"{frames} frames before")
+async def test_a_close_from_both_sides_is_not_cut_short(frames_before: int, autojump_clock: Clock) -> None:
+    """Wherever the receiver is when the server wants to close, too: it gives others their turn among frames."""
+
+    async def session(connection: Connection) -> None:
+        async with trio.open_nursery() as nursery:
+
+            async def listen() -> None:
+                with suppress(Disconnected):
+                    while True:
+                        await connection.receive()
+
+            nursery.start_soon(listen)
+            await both_close.wait()
+            await connection.close(1001, "bye")
+            nursery.cancel_scope.cancel()
+
+    async with transport(session) as fixture:
+        for schedule in range(20):
+            both_close = trio.Event()
+            client = await fixture.open()
+            await trio.testing.wait_all_tasks_blocked()
+            pongs = [client._protocol.send(Pong())] * frames_before
+            seed_schedule(schedule)
+            await client.stream.send_all(b"".join([*pongs, client._protocol.send(CloseConnection(code=1000))]))
+            both_close.set()
+            with pytest.raises(Closed) as closed:
+                await client.receive()
+            assert closed.value.code in (1000, 1001)
+            await trio.testing.wait_all_tasks_blocked()
+            assert fixture.open_connections == 0
 
 
 async def test_a_message_over_the_limit_is_told_1009(autojump_clock: Clock) -> None:

@@ -9,7 +9,7 @@ from wsbatch.wire import Message
 
 
 class Disconnected(Exception):
-    """The connection has ended, whoever ended it."""
+    """The connection has ended, whoever ended it: no close frame is still to be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,10 @@ class Connection(Protocol):
         ...
 
     async def close(self, code: int, reason: str) -> None:
-        """Do the closing handshake, within the transport's own bound; abort where it takes longer. Never raises."""
+        """Do the closing handshake, or see the client's own to its end, within the transport's own bound.
+
+        Never raises.
+        """
         ...
 
     async def abort(self) -> None:

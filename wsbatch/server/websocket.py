@@ -108,6 +108,10 @@ class WebSocket:
 
     async def send(self, message: bytes | str, *, last: bool = True) -> None:
         """See `connection.Connection`."""
+        if self._protocol.state is not ConnectionState.OPEN:
+            # Whoever receives is about to write a close frame. Told that the connection has ended, the sender would
+            # end the session, and the client would never read that frame.
+            await self._until_closed()
         if isinstance(message, Text):
             message = message.decode()
         if isinstance(message, str):
@@ -118,9 +122,17 @@ class WebSocket:
     async def close(self, code: int, reason: str) -> None:
         """See `connection.Connection`."""
         with self._deadlines.after(self._config.close_timeout_s), suppress(Disconnected):
-            await self._send(CloseConnection(code=code, reason=reason))
-            while True:  # until the client has answered; whoever is receiving is given no more messages
-                await self.receive()
+            if self._protocol.state is ConnectionState.OPEN:
+                await self._send(CloseConnection(code=code, reason=reason))
+            await self._until_closed()
+
+    async def _until_closed(self) -> None:
+        """Wait for the end of the closing handshake, whoever began it: raises Disconnected then.
+
+        Whoever is receiving is given no more messages.
+        """
+        while True:
+            await self.receive()
 
     async def abort(self) -> None:
         """See `connection.Connection`."""
