@@ -382,7 +382,7 @@ def judge(visitor: Visitor, scenario: Scenario, step_ends: set[float]) -> None:
     for at_s, frame in visitor.frames[1:]:
         told.hear(at_s, frame)
     told.check_rest()
-    if visitor.stays and told.prompt:
+    if told.prompt and visitor.visit.ending in ("stay", "close"):
         told.check_close()
 
 
@@ -438,10 +438,12 @@ class Told:
             self._check_beginning(id, ids)
 
     def check_close(self) -> None:
-        """Of the connection of a visitor that read all."""
+        """Of the connection of a visitor that read to its end."""
         closed = self.visitor.closed
         assert closed is not None
         assert closed.code in ({1000, 1001} if self.scenario.drain else {1000})
+        if not self.visitor.stays:
+            return
         # A drained server may have closed before it read the last of them; then it took none of those.
         assert not self.live
         if closed.code == 1000:
