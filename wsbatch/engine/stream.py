@@ -1,7 +1,8 @@
 """One request as its consumer sees it: events to wait for, and a way to cancel it."""
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import Callable
 
 import trio
 
@@ -37,6 +38,7 @@ class Stream(Outbox):
         self._on_cancel = on_cancel
         self._on_event = on_event
         self._wakeup = trio.Event()
+        self._unread: deque[Event] = deque()  # taken by the iteration, and not yet given
 
     def cancel(self) -> None:
         """Ask the engine to end the request now, with `cancelled`. Does nothing once it has ended."""
@@ -56,10 +58,15 @@ class Stream(Outbox):
             await self._wakeup.wait()
         return events
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        while events := await self.wait():
-            for event in events:
-                yield event
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> Event:
+        if not self._unread:
+            self._unread.extend(await self.wait())
+        if not self._unread:
+            raise StopAsyncIteration
+        return self._unread.popleft()
 
     def _end(self, terminal: Terminal) -> None:
         super()._end(terminal)
