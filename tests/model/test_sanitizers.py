@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from wsbatch.model import compiled
+from random_steps import build, run
 from wsbatch.model.levels import choose
 
 MODELS = 60
-KERNELS = Path(compiled.__file__).parent / "kernels"
-FLAGS = ("-std=c++20", "-O1", "-g", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-w", f"-I{KERNELS}")
 MEMORY = "-fsanitize=address,undefined -fno-sanitize-recover=all"
 
 
@@ -46,23 +44,6 @@ def test_random_steps(sanitizers: str, name: str, dtype: torch.dtype, tmp_path: 
         tried = subprocess.run(attempt, capture_output=True, text=True, check=False)
         if tried.returncode:
             pytest.skip(f"{flags[0]} does not work here: {tried.stderr.strip()[-200:]}")
-    program, source = str(tmp_path / "random_steps"), Path(__file__).with_name("random_steps.cpp")
-    built = subprocess.run(
-        [
-            compiler,
-            *FLAGS,
-            *level.flags,
-            f"-DWSBATCH_FORMAT={level.formats[dtype]}",
-            *flags,
-            str(source),
-            "-o",
-            program,
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert built.returncode == 0, built.stderr
-    done = subprocess.run([program, "0", str(MODELS)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:5000]
-    assert done.stdout == f"{MODELS} models\n"
+    program = tmp_path / "random_steps"
+    build([compiler], level, dtype, program, "-O1", "-g", *flags)
+    run([str(program)], MODELS)
