@@ -11,7 +11,7 @@ import trio
 from lab_tools.looks import look
 from lab_tools.script import run_script, script_parser
 from lab_tools.streams import stream_all
-from wsbatch.cli.parsing import say_error
+from wsbatch.cli.parsing import BAD_USAGE, ending_with
 from wsbatch.config import EngineConfig
 from wsbatch.engine.loop import BatchEngine
 from wsbatch.engine.open import open_engine
@@ -101,13 +101,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and print; the exit status."""
     draw = draw_trace(arguments.streams).prompt_ids
     requests = [LoopRequest(draw(index, 32), arguments.output_tokens) for index in range(arguments.streams)]
-    try:
+    with ending_with(BAD_USAGE, RuntimeError, ValueError, OSError):
         config = engine_config(arguments, max_batch_size=arguments.streams)
         served = _served(arguments, requests)
         alone = run_alone(config, requests, runs=arguments.runs)
-    except (RuntimeError, ValueError, OSError) as error:
-        say_error("convoy.py", error)
-        return 2
     with_s, without_s = (median(steps.mean_s for steps in runs) for runs in (served, alone))
     lag_s = max(steps.lag_p99_s for steps in served)
     good = with_s <= _MAX_RATIO * without_s and lag_s <= _MAX_LAG_S

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from lab_tools.limits import ModelSizes, limit_s, measure_machine
 from lab_tools.script import run_script, script_parser
-from wsbatch.cli.parsing import say_error
+from wsbatch.cli.parsing import BAD_USAGE, ending_with
 from wsbatch.engine.open import make_scheduler
 from wsbatch_bench.cli.flags import (
     WORKLOAD_HELP,
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; the exit status."""
-    try:
+    with ending_with(BAD_USAGE, ValueError, OSError):
         trace = read_trace(arguments, rescaled=False)
         requests = _requests(trace, arguments.num_prompts)
         if arguments.workload_out is not None:
@@ -99,9 +99,6 @@ def run(arguments: argparse.Namespace) -> int:
             loops[name] = loop, {part: ms / 1000 for part, ms in bare.breakdown_ms().items()}
         limit = _limit(bare, loops["greedy"][0])
         runs = run_engine(config, [*workloads.values()] * arguments.runs, costs=costs)
-    except (ValueError, OSError) as error:
-        say_error("offline.py", error)
-        return 2
     figures: dict[str, Any] = {
         "model": bare.description,
         "scheduler": arguments.scheduler,

@@ -10,7 +10,7 @@ from typing import NoReturn
 from lab_tools.impatient import Manners
 from lab_tools.overload_run import LOADS, Overload, Point, measure_all, overload_rows, overload_table, share_of_peak
 from lab_tools.script import run_script, script_parser
-from wsbatch.cli.parsing import say_error
+from wsbatch.cli.parsing import BAD_USAGE, ending_with
 from wsbatch.model.simulated import DEFAULT_COSTS
 from wsbatch_bench.load.specs import parse_lengths
 from wsbatch_bench.load.trace import draw_trace
@@ -71,11 +71,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure; the exit status."""
-    try:
+    with ending_with(BAD_USAGE, ValueError, OSError):
         overload = _overload(arguments)
-    except (ValueError, OSError) as error:
-        say_error("overload.py", error)
-        return 2
     capacity = overload.capacity()
     title = (
         f"{overload.setting.label}: {capacity:.3g} requests/s at capacity, clients wait {arguments.patience_s:g} s, "

@@ -9,7 +9,7 @@ from typing import NoReturn
 import trio
 
 from lab_tools.script import run_script, script_parser
-from wsbatch.cli.parsing import say_error
+from wsbatch.cli.parsing import BAD_USAGE, ending_with
 from wsbatch_bench.cli.flags import sizes
 from wsbatch_bench.load.generator import LoadPlan, LoadRun
 from wsbatch_bench.load.server import server_process, wsbatch_command
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def run(arguments: argparse.Namespace) -> int:
     """Compare and print; the exit status."""
     done: list[Compared] = []
-    try:
+    with ending_with(BAD_USAGE, ValueError, OSError, RuntimeError):
         planner = Planner(
             parse_costs(arguments.cost_model),
             parse_setting(arguments.setting),
@@ -151,9 +151,6 @@ def run(arguments: argparse.Namespace) -> int:
         for each in compare(planner, arguments.replicas, arguments.fractions, warmup=count // 5, measured=count):
             done.append(each)
             print(_row(planner, each), flush=True)
-    except (ValueError, OSError, RuntimeError) as error:
-        say_error("replicas.py", error)
-        return 2
     print()
     for replicas in arguments.replicas:
         print(capacity_line(planner.slo, [each for each in done if each.replicas == replicas]))

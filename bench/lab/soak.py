@@ -11,7 +11,7 @@ from lab_tools.looks import Sample, raise_descriptor_limit
 from lab_tools.script import run_script, script_parser
 from lab_tools.soak_load import SoakPlan, SoakRun, left_over, soak, trends
 from lab_tools.suspension import Suspension
-from wsbatch.cli.parsing import say_error
+from wsbatch.cli.parsing import BAD_USAGE, CommandError
 from wsbatch.errors import WsbatchError
 from wsbatch.nurseries import first_error
 from wsbatch_bench.load.http_client import HttpFailed
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def run(arguments: argparse.Namespace) -> int:
     """Soak, and print the report; the exit status."""
     if arguments.seconds < _MIN_SECONDS:
-        return _complain(f"--seconds is {arguments.seconds:g}: must be at least {_MIN_SECONDS:g}")
+        raise CommandError(f"--seconds is {arguments.seconds:g}: must be at least {_MIN_SECONDS:g}", BAD_USAGE)
     plan = SoakPlan(
         duration_s=arguments.seconds,
         streams=arguments.streams,
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     most = raise_descriptor_limit()
     if plan.idle > most - 500:
-        return _complain(f"--idle is {plan.idle}: this system lets a process open {most} files")
+        raise CommandError(f"--idle is {plan.idle}: this system lets a process open {most} files", BAD_USAGE)
     suspension = Suspension()
     failure: BaseException | None = None
     try:
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     except* (RuntimeError, OSError, WsbatchError, HttpFailed) as group:
         failure = first_error(group)
     if failure is not None:
-        return _complain("; ".join(filter(None, [str(failure), str(suspension)])))
+        raise CommandError("; ".join(filter(None, [str(failure), str(suspension)])), BAD_USAGE)
     lines, good = report(done, suspension)
     print("\n".join(lines))
     return 0 if good else NOT_FLAT
@@ -137,11 +137,6 @@ def report(run: SoakRun, suspension: Suspension | None = None) -> tuple[list[str
 
 def _memory(sample: Sample) -> str:
     return f"{sample.rss_bytes / 2**20:.1f} MiB"
-
-
-def _complain(message: str) -> int:
-    say_error("soak.py", message)
-    return 2
 
 
 if __name__ == "__main__":

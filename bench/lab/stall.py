@@ -12,7 +12,7 @@ import trio
 
 from lab_tools.script import run_script, script_parser
 from wsbatch.batching.costs import CostModel
-from wsbatch.cli.parsing import say_error
+from wsbatch.cli.parsing import BAD_USAGE, ending_with
 from wsbatch.config import EngineConfig
 from wsbatch.engine.loop import BatchEngine
 from wsbatch.engine.open import open_engine
@@ -180,7 +180,7 @@ def run(arguments: argparse.Namespace) -> int:
     points: dict[str, list[StallPoint]] = {}
     sampling = read_sampling(arguments)
     print(f"{'chunk':>6} {'gap before':>11} {'longest gap':>12} {'newcomer TTFT':>14} {'tokens/s beside it':>19}")
-    try:
+    with ending_with(BAD_USAGE, ValueError, OSError):
         costs = read_costs(arguments)["continuous"]
         for chunk, choice in product(arguments.chunks, dict.fromkeys((GREEDY, sampling))):
             config = engine_config(
@@ -205,9 +205,6 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{point.newcomer_ttft_s:12.2f} s {point.tokens_per_s:19.1f}  {shown(choice)}",
                 flush=True,
             )
-    except (ValueError, OSError) as error:
-        say_error("stall.py", error)
-        return 2
     if arguments.out is not None:
         arguments.out.write_text(
             json.dumps({name: [*map(asdict, each)] for name, each in points.items()}, indent=1) + "\n"

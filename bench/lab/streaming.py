@@ -12,7 +12,7 @@ import trio
 
 from lab_tools.script import run_script, script_parser
 from lab_tools.streams import StreamedRun, stream_all
-from wsbatch.cli.parsing import say_error
+from wsbatch.cli.parsing import BAD_USAGE, ending_with
 from wsbatch.errors import WsbatchError
 from wsbatch_bench.cli.flags import add_model_flags, add_sampling, engine_config, read_costs, read_sampling
 from wsbatch_bench.load.server import server_process, wsbatch_command
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     figures: dict[str, dict[str, list[float]]] = {
         shown(choice): {"served_tokens_per_s": [], "in_process_tokens_per_s": [], "ratios": []} for choice in choices
     }
-    try:
+    with ending_with(BAD_USAGE, ValueError, OSError, RuntimeError, WsbatchError):
         for _, choice in product(range(arguments.runs), choices):
             workload, own = sampled(requests, choice), figures[shown(choice)]
             served = _served(arguments, workload)
@@ -73,9 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
                 own["ratios"].append(served.tokens_per_s * last.total_s / last.output_tokens)
                 line += f"   in process {own['in_process_tokens_per_s'][-1]:9.1f}   ratio {own['ratios'][-1]:.3f}"
             print(f"{line}   {shown(choice)}", flush=True)
-    except (ValueError, OSError, RuntimeError, WsbatchError) as error:
-        say_error("streaming.py", error)
-        return 2
     for name, own in figures.items():
         ratio = f", ratio {median(own['ratios']):.3f}" if own["ratios"] else ""
         print(f"median {median(own['served_tokens_per_s']):.1f} tokens/s{ratio}   {name}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import trio
 
-from wsbatch.cli.parsing import Commands, add_parser, say_error
+from wsbatch.cli.parsing import FAILED, Commands, add_parser, ending_with
 from wsbatch.model.conversion import cache_dir
 from wsbatch_bench.load.generator import LoadPlan, run_load
 from wsbatch_bench.load.server import server_process, wsbatch_command
@@ -47,11 +47,8 @@ def add_command(commands: Commands) -> None:
 
 def run(_: argparse.Namespace) -> int:
     """Measure, print, keep; the exit status."""
-    try:
+    with ending_with(FAILED, RuntimeError):
         measured = calibrate()
-    except RuntimeError as error:
-        say_error("wsbatch-bench calibrate", error)
-        return 1
     path = measured.save()
     print(
         f"machine              {measured.machine}\n"

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wsbatch.cli.parsing import Commands, Parser, add_parser, say_error
+from wsbatch.cli.parsing import BAD_USAGE, FAILED, Commands, Parser, add_parser, ending_with, say_error
 from wsbatch.cli.streams import INTERRUPTED
 from wsbatch_bench.cli.choose_rate import add_rate_flags, run_rate
 from wsbatch_bench.cli.flags import WORKLOAD_HELP
@@ -61,15 +61,12 @@ def add_command(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace, parser: Parser) -> int:
     """Choose; the exit status."""
-    try:
+    with ending_with(BAD_USAGE, ValueError, OSError):
         slo = parse_slo(arguments.slo)
         _check_mode(arguments, parser)
         if arguments.rate is not None:
             return run_rate(arguments, slo)
         return _run_sweep(arguments, slo)
-    except (ValueError, OSError) as error:
-        say_error("wsbatch-bench choose", error)
-        return 2
 
 
 def _check_mode(arguments: argparse.Namespace, parser: Parser) -> None:
@@ -105,7 +102,7 @@ def _run_sweep(arguments: argparse.Namespace, slo: Slo) -> int:
             status = INTERRUPTED
         except (*Unreachable, RuntimeError) as error:
             say_error("wsbatch-bench choose", error)
-            status = 1
+            status = FAILED
         document = SweepDocument(document.meta, cells)
     choice = choose(document.cells, slo)
     document.write(arguments.sweep, choice)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from math import ceil
 
-from wsbatch.cli.parsing import Parser, say_error
+from wsbatch.cli.parsing import FAILED, Parser, ending_with
 from wsbatch.cli.streams import INTERRUPTED
 from wsbatch.model.conversion import cache_dir
 from wsbatch.model.simulated import DEFAULT_COSTS
@@ -186,12 +186,10 @@ def _confirm(arguments: argparse.Namespace, search: Search, chosen: Trial) -> in
     stage = RealStage(arguments.model, _flags(arguments))
     sweep = Sweep(stage, trace, warmup, measured, request_timeout_s=arguments.request_timeout_s)
     try:
-        cell = sweep.measure(Cell(chosen.setting, 1.0, rate))
+        with ending_with(FAILED, *Unreachable, RuntimeError):
+            cell = sweep.measure(Cell(chosen.setting, 1.0, rate))
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (*Unreachable, RuntimeError) as error:
-        say_error("wsbatch-bench choose", error)
-        return 1
     verdict = search.slo.judge(cell)
     print(f"confirmed  {verdict}: p95 end to end {cell.e2e_p95_s:.3g} s, predicted {chosen.cell.e2e_p95_s:.3g} s")
     print("\n".join(f"           {bound.explain(cell)}" for bound in search.slo.bounds))

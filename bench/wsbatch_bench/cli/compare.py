@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from wsbatch.cli.parsing import Commands, add_parser, say_error
+from wsbatch.cli.parsing import BAD_USAGE, CommandError, Commands, add_parser
 from wsbatch_bench.sampling import shown_numbers
 
 _DESCRIPTION = """\
@@ -48,8 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         results = [(path.stem, json.loads(path.read_text())) for path in arguments.results]
         print("\n".join(table(results)))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        say_error("wsbatch-bench compare", repr(error))
-        return 2
+        raise CommandError(repr(error), BAD_USAGE) from error
     return 0
 
 

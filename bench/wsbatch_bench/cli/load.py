@@ -13,7 +13,15 @@ from typing import Any
 
 import trio
 
-from wsbatch.cli.parsing import TOKEN_VARIABLE, Commands, add_parser, say_error, token_from_environment
+from wsbatch.cli.parsing import (
+    BAD_USAGE,
+    FAILED,
+    TOKEN_VARIABLE,
+    Commands,
+    add_parser,
+    ending_with,
+    token_from_environment,
+)
 from wsbatch.cli.streams import INTERRUPTED
 from wsbatch_bench.cli.calibrate import load_calibration
 from wsbatch_bench.cli.flags import (
@@ -115,16 +123,12 @@ class _Job:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the load and print what it showed; the exit status."""
-    try:
+    with ending_with(BAD_USAGE, ValueError, OSError):
         job = _read(arguments)
-    except (ValueError, OSError) as error:
-        return _complain(error, 2)
     plan = job.plan
     _say_beforehand(plan, job.slo)
-    try:
+    with ending_with(FAILED, *Unreachable):
         done, target = run_trio(_load, arguments, job)
-    except Unreachable as error:
-        return _complain(error, 1)
     summary = summarise(done, goodput=job.goodput, max_lag_s=arguments.max_lag_ms / 1000)
     print("\n".join([*summary_lines(done, summary), *_notes(done, target)]))
     if arguments.save_result:
@@ -265,8 +269,3 @@ def _save(arguments: argparse.Namespace, done: LoadRun, result: Any) -> None:
     path.write_text(json.dumps(result, allow_nan=False) + "\n")
     done.plan.trace.save(path.with_suffix(".trace.jsonl"))
     print(f"saved                {path}, and its trace")
-
-
-def _complain(error: BaseException, status: int) -> int:
-    say_error("wsbatch-bench load", error)
-    return status

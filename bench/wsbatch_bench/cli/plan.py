@@ -2,7 +2,7 @@
 
 import argparse
 
-from wsbatch.cli.parsing import Commands, add_parser, say_error
+from wsbatch.cli.parsing import BAD_USAGE, Commands, add_parser, ending_with
 from wsbatch_bench.cli.flags import JOBS, WORKLOAD_HELP, add_workload, read_trace, sizes
 from wsbatch_bench.load.specs import lengths_of, parse_arrivals, parse_lengths
 from wsbatch_bench.numbers import RATE, Number
@@ -81,7 +81,7 @@ def add_command(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate and print; the exit status."""
-    try:
+    with ending_with(BAD_USAGE, ValueError, OSError):
         planner = _planner(arguments)
         print("\n".join(_head(planner, arguments.rate)), flush=True)
         pools = []
@@ -102,9 +102,6 @@ def run(arguments: argparse.Namespace) -> int:
             most_tokens=arguments.whole_tokens,
             on_cell=lambda replicas, cell: _print_cell(planner, replicas, cell),
         )
-    except (ValueError, OSError) as error:
-        say_error("wsbatch-bench plan", error)
-        return 2
     if answer is None:
         print(f"\nanswer     none: the SLO certainly holds with no number of replicas near {first}")
         return NONE

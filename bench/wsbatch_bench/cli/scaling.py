@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wsbatch.batching.costs import CostModel
-from wsbatch.cli.parsing import Commands, add_parser, say_error
+from wsbatch.cli.parsing import BAD_USAGE, Commands, add_parser, ending_with
 from wsbatch.engine.open import make_scheduler
 from wsbatch.messages import SamplingParams
 from wsbatch_bench.cli.flags import (
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and print; 3 where the server's loop gives other tokens."""
     sizes: tuple[int, ...] = arguments.sizes
     prompt_tokens, output_tokens = arguments.prompt_tokens, arguments.output_tokens
-    try:
+    with ending_with(BAD_USAGE, ValueError, OSError):
         prepare_files(arguments, f"scaling-{arguments.scheduler}.csv")
         known = _known_costs(arguments.out)
         own = read_costs(arguments)
@@ -106,9 +106,6 @@ def run(arguments: argparse.Namespace) -> int:
             samplings=[GREEDY] if sampling == GREEDY else [GREEDY, sampling],
             cpu_time=arguments.cpu_time,
         )
-    except (ValueError, OSError) as error:
-        say_error("wsbatch-bench scaling", error)
-        return 2
     scaling, beside = scalings[0], scalings[1] if len(scalings) > 1 else None
     print("\n".join([description, "", *_lines(scaling, arguments.efficiency)]))
     if beside is not None:

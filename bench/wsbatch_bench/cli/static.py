@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
-from wsbatch.cli.parsing import Commands, add_parser, say_error
+from wsbatch.cli.parsing import BAD_USAGE, Commands, add_parser, ending_with
 from wsbatch.messages import SamplingParams
 from wsbatch_bench.cli.flags import (
     add_model_flags,
@@ -72,7 +72,7 @@ def add_command(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; the exit status."""
     sampling = read_sampling(arguments)
-    try:
+    with ending_with(BAD_USAGE, ValueError, OSError):
         prepare_files(arguments, "static.csv", "static.json")
         costs = read_costs(arguments)
         check_costs(costs, [Setting(name, 1) for name in ("dynamic", "continuous")], name=arguments.costs)
@@ -90,9 +90,6 @@ def run(arguments: argparse.Namespace) -> int:
         }
         paged = load_bare(engine_config(arguments, scheduler="continuous"), costs=costs["continuous"])
         continuous, beside = _stated(paged, rows, "continuous", sampling)
-    except (ValueError, OSError) as error:
-        say_error("wsbatch-bench static", error)
-        return 2
     print("\n".join(_batch_lines("continuous", continuous, beside)))
     print("\n".join(_size_lines(measured, arguments.output_lengths)))
     if arguments.out is not None:

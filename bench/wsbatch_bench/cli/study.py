@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
 
-from wsbatch.cli.parsing import Commands, add_parser, say_error
+from wsbatch.cli.parsing import BAD_USAGE, FAILED, Commands, add_parser, ending_with, say_error
 from wsbatch.cli.streams import INTERRUPTED
 from wsbatch.model.simulated import DEFAULT_COSTS
 from wsbatch_bench.cli.flags import (
@@ -90,11 +90,8 @@ class _Job:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the study; the exit status."""
-    try:
+    with ending_with(BAD_USAGE, ValueError, OSError):
         job = _read(arguments)
-    except (ValueError, OSError) as error:
-        say_error("wsbatch-bench study", error)
-        return 2
     rows: list[StudyRow] = []
     status = 0
     try:
@@ -105,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         status = INTERRUPTED
     except (*Unreachable, RuntimeError) as error:
         say_error("wsbatch-bench study", error)
-        status = 1
+        status = FAILED
     if not rows:
         return status
     table = "\n".join(study_table(rows))

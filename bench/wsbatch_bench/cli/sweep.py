@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from math import inf, isfinite
 from pathlib import Path
 
-from wsbatch.cli.parsing import Commands, add_parser, say_error
+from wsbatch.cli.parsing import BAD_USAGE, FAILED, Commands, add_parser, ending_with, say_error
 from wsbatch.cli.streams import INTERRUPTED
 from wsbatch.model.simulated import DEFAULT_COSTS
 from wsbatch_bench.cli.flags import (
@@ -118,14 +118,11 @@ def add_command(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Sweep; the exit status."""
-    try:
+    with ending_with(BAD_USAGE, ValueError, OSError):
         costs = parse_costs(arguments.costs) if arguments.costs else None
         settings = arguments.setting or default_grid()
         sweep = _sweep(arguments, costs, settings)
         results = _results(arguments)
-    except (ValueError, OSError) as error:
-        say_error("wsbatch-bench sweep", error)
-        return 2
     done: dict[int, CellResult] = {}
     capacity, status = arguments.capacity, 0
     try:
@@ -148,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
         status = INTERRUPTED
     except (*Unreachable, RuntimeError) as error:
         say_error("wsbatch-bench sweep", error)
-        status = 1
+        status = FAILED
     if status:
         print(f"ended early: {len(done)} cells are kept in {arguments.out}; --resume measures the others", flush=True)
     if done:
