@@ -74,14 +74,13 @@ def test_clang_takes_the_source_for_apple(dtype: torch.dtype) -> None:
     clang, cross = need("clang++", "clang"), need(CROSS, "g++-aarch64-linux-gnu")
     asked = subprocess.run([cross, "-E", "-v", "-x", "c++", "/dev/null"], capture_output=True, text=True, check=True)
     listed = asked.stderr.partition("<...> search starts here:\n")[2].partition("End of search list")[0].split()
-    headers = [path for path in listed if "/gcc-cross/" not in path or "/include/c++/" in path]  # Clang has its own
+    found = [str(Path(path).resolve()) for path in listed]
+    headers = [path for path in found if "/gcc-cross/" not in path]  # Clang has its own of what lies there
     compile_with(
         [
             *(clang, "--target=arm64-apple-macos11", "-fsyntax-only", "-nostdinc++", *LANGUAGE, *NEON.flags),
-            *(
-                "-U__nonnull",
-                "-D_GNU_SOURCE",
-            ),  # Apple's clang defines one, Linux's the other; Linux's headers need it so
+            # Apple's clang defines one, Linux's the other; Linux's headers need it so.
+            *("-U__nonnull", "-D_GNU_SOURCE"),
             *(flag for path in headers for flag in ("-isystem", path)),
             f"-DWSBATCH_FORMAT={NEON.formats[dtype]}",
             str(KERNELS / "step.cpp"),
