@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from wsbatch_bench.cli import main
+from wsbatch_bench.cli import main, make_parser
 from wsbatch_bench.cli.flags import add_workload, read_trace
 from wsbatch_bench.cli.load import add_command as add_load
 from wsbatch_bench.load.generator import LoadPlan, LoadRun
@@ -41,12 +41,21 @@ def sweep(out: Path, *more: str) -> int:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "command", ["load", "compare", "calibrate", "sweep", "choose", "study", "static", "scaling", "plan"]
-)
+COMMANDS = ["load", "compare", "calibrate", "sweep", "choose", "study", "static", "scaling", "plan"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_to_work_from(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command, "--help") == 0
     assert "example" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_every_flag_says_what_it_is(command: str) -> None:
+    (commands,) = [action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    helps = {action.dest: action.help for action in commands.choices[command]._actions}
+    bare = [name for name, said in helps.items() if not said or "default:" in said.split()[:2] or said[:3] == "of "]
+    assert bare == []
 
 
 def test_without_the_extra_it_says_so_in_one_line(

@@ -50,10 +50,14 @@ setting meets the SLO; {UNDECIDED} none certainly does, some may; {INTERRUPTED} 
 def add_command(commands: Commands) -> None:
     """Add `choose` to the command line."""
     parser = add_parser(commands, "choose", help="pick a setting for an SLO", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("sweep", nargs="?", type=Path, metavar="DIR", help="where `sweep --out` wrote to")
-    parser.add_argument("--slo", required=True, metavar="SLO", help="the conditions")
+    parser.add_argument("sweep", nargs="?", type=Path, metavar="DIR", help="folder that `sweep --out` wrote to")
+    parser.add_argument("--slo", required=True, metavar="SLO", help="conditions that a setting must meet; see below")
     parser.add_argument(
-        "--refine", type=_CELLS.flag, default=0, metavar="N", help="of a sweep: measure N more cells (default: 0)"
+        "--refine",
+        type=_CELLS.flag,
+        default=0,
+        metavar="N",
+        help="with DIR: measure N more cells, where the choice is undecided (default: 0)",
     )
     add_rate_flags(parser)
     parser.set_defaults(run=lambda arguments: run(arguments, parser))

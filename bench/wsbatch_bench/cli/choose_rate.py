@@ -40,7 +40,11 @@ def add_rate_flags(parser: Parser) -> None:
     """Add what choosing for a rate needs."""
     parser.add_argument("--rate", type=RATE.flag, metavar="R", help="requests a second that must be carried")
     parser.add_argument(
-        "--setting", action="append", type=setting_flag, metavar="SPEC", help="instead of the whole grid; as of `sweep`"
+        "--setting",
+        action="append",
+        type=setting_flag,
+        metavar="SPEC",
+        help="try this setting instead of the whole grid; may be repeated",
     )
     parser.add_argument(
         "--confirm",

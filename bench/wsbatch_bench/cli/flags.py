@@ -12,7 +12,7 @@ from wsbatch.messages import SamplingParams
 from wsbatch.model.simulated import DEFAULT_COSTS
 from wsbatch_bench.load.specs import DEFAULT_OUTPUTS, DEFAULT_PROMPTS, parse_arrivals, parse_lengths
 from wsbatch_bench.load.trace import Trace, draw_trace, load_trace
-from wsbatch_bench.numbers import BATCH, SEED, Number, numbers
+from wsbatch_bench.numbers import BATCH, RATE, SEED, Number, numbers
 from wsbatch_bench.sweep.setting import Costs, parse_costs, same_for_both
 
 _MOST_REQUESTS = 1_000_000
@@ -35,16 +35,65 @@ lengths:
 def add_model_flags(parser: argparse.ArgumentParser, *, scheduler: str | None) -> None:
     """Add them; `scheduler` is the default, None leaves that flag out."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", default="demo", metavar="TEXT", help="as `wsbatch serve` takes it; or `simulated`")
-    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    group.add_argument("--threads", type=THREADS.flag, metavar="N", help="of the model (default: torch's own choice)")
     group.add_argument(
-        "--costs", metavar="COSTS", help="of the simulated model: tau_ms=…,alpha_ms=…,beta_ms=…, or a file of `scaling`"
+        "--model",
+        default="demo",
+        metavar="TEXT",
+        help="model to run, as `wsbatch serve` takes it, or `simulated` (default: %(default)s)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="number type that the model computes in (default: %(default)s)",
+    )
+    group.add_argument(
+        "--threads",
+        type=THREADS.flag,
+        metavar="N",
+        help="CPU threads that the model uses (default: torch's own choice)",
+    )
+    group.add_argument(
+        "--costs",
+        metavar="COSTS",
+        help="step costs of the simulated model: tau_ms=…,alpha_ms=…,beta_ms=…, or a file that `scaling --out` wrote",
     )
     if scheduler is not None:
         group.add_argument(
-            "--scheduler", choices=("dynamic", "continuous"), default=scheduler, help="default: %(default)s"
+            "--scheduler",
+            choices=("dynamic", "continuous"),
+            default=scheduler,
+            help="scheduler that decides the steps (default: %(default)s)",
         )
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what says whether rates are measured in virtual time or on a real server, and against which rate."""
+    parser.add_argument(
+        "--engine",
+        choices=("virtual", "real"),
+        default="virtual",
+        help="run the server in virtual time, or start `wsbatch serve` (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--model",
+        default="demo",
+        metavar="TEXT",
+        help="with --engine real: model to serve, as `wsbatch serve` takes it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--serve-flag",
+        action="append",
+        default=[],
+        metavar="FLAG",
+        help="with --engine real: one more flag for `wsbatch serve`; may be repeated",
+    )
+    parser.add_argument(
+        "--capacity",
+        type=RATE.flag,
+        metavar="R",
+        help="requests a second that the offered rates are fractions of (default: it is measured first)",
+    )
 
 
 def engine_config(arguments: argparse.Namespace, **fields: Any) -> EngineConfig:
@@ -81,10 +130,24 @@ def add_workload(
 ) -> None:
     """Add the flags of one workload; see `add_requests`. `seed` is the default; None draws one for each run."""
     group = add_requests(parser, measured=measured, shown=shown, seed=seed)
-    group.add_argument("--arrivals", action=_Given, default="poisson", metavar="SPEC", help="default: %(default)s")
-    group.add_argument("--burstiness", action=_Given, metavar="X", help="short for --arrivals gamma:burstiness=X")
     group.add_argument(
-        "--trace", type=Path, metavar="FILE", help="replay this JSONL trace instead; from its beginning once it ends"
+        "--arrivals",
+        action=_Given,
+        default="poisson",
+        metavar="SPEC",
+        help="when requests arrive; see arrivals below (default: %(default)s)",
+    )
+    group.add_argument(
+        "--burstiness",
+        action=_Given,
+        metavar="X",
+        help="shape of gamma arrivals, short for --arrivals gamma:burstiness=X; 1 is Poisson, less is burstier",
+    )
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="replay the requests of this JSONL file instead of drawing them; from its beginning once it ends",
     )
 
 
@@ -97,24 +160,27 @@ def add_requests(
     """
     group = parser.add_argument_group("workload")
     for name, default in (("--prompt-lengths", DEFAULT_PROMPTS), ("--output-lengths", DEFAULT_OUTPUTS)):
-        group.add_argument(name, action=_Given, default=default, metavar="SPEC", help="default: %(default)s")
+        kind = name.removeprefix("--").removesuffix("-lengths")
+        shown_help = f"how {kind} lengths are drawn, in tokens; see lengths below (default: %(default)s)"
+        group.add_argument(name, action=_Given, default=default, metavar="SPEC", help=shown_help)
     group.add_argument(
         "--num-prompts",
         type=Number(1, _MOST_REQUESTS, whole=True).flag,
         default=measured,
         metavar="N",
-        help=f"measured requests (default: {shown})",
+        help=f"number of measured requests (default: {shown})",
     )
     group.add_argument(
         "--num-warmups",
         type=Number(0, _MOST_REQUESTS, whole=True).flag,
         metavar="N",
-        help="requests before the measured ones, under the same load (default: a fifth; 0 where all come at once)",
+        help="number of unmeasured requests before the measured ones, under the same load (default: a fifth of those; "
+        "0 where all come at once)",
     )
     drawn = "drawn for each run, and printed, so that no server knows its prompts"
     group.add_argument(
         "--seed", action=_Given, type=SEED.flag, default=seed, metavar="N",
-        help=f"of all that is drawn (default: {drawn if seed is None else seed})",
+        help=f"seed of the random draws (default: {drawn if seed is None else seed})",
     )  # fmt: skip
     return group
 
@@ -123,7 +189,11 @@ def add_sampling(parser: argparse.ArgumentParser, *, beside: bool) -> None:
     """Add the flags that say how tokens are chosen; `beside` a greedy measurement, or instead of it."""
     group = parser.add_argument_group("sampling")
     temperature, top_p = (0.7, 0.9) if beside else (0.0, 1.0)
-    what = "measured in turn with greedy, in its own column; 0: greedy alone" if beside else "0 is greedy"
+    what = (
+        "temperature of a measurement beside the greedy one, in its own column; 0: greedy alone"
+        if beside
+        else "temperature of every request; 0 is greedy"
+    )
     group.add_argument(
         "--temperature",
         type=Number(0, 100).flag,
@@ -136,7 +206,8 @@ def add_sampling(parser: argparse.ArgumentParser, *, beside: bool) -> None:
         type=Number(0, 1, above=True).flag,
         default=top_p,
         metavar="X",
-        help="of a temperature above 0 (default: %(default)g)",
+        help="at a temperature above 0: draw from the likeliest tokens of this total probability "
+        "(default: %(default)g)",
     )
 
 

@@ -88,9 +88,12 @@ def add_command(commands: Commands) -> None:
     )
     add_workload(parser, measured=200, seed=None)
     group = parser.add_argument_group("measuring")
-    group.add_argument("--slo", metavar="SLO", help="judge the run by these conditions; as `choose` takes them")
+    group.add_argument("--slo", metavar="SLO", help="judge the run by these conditions, as `choose` takes them")
     group.add_argument(
-        "--goodput", nargs="+", metavar="NAME:MS", help="bounds for each request: ttft, tpot, e2el (milliseconds)"
+        "--goodput",
+        nargs="+",
+        metavar="NAME:MS",
+        help="bounds that a request must meet to count as goodput: ttft, tpot, e2el (milliseconds)",
     )
     add_request_timeout(group)
     group.add_argument(
@@ -98,13 +101,23 @@ def add_command(commands: Commands) -> None:
         type=MILLISECONDS.flag,
         default=100.0,
         metavar="MS",
-        help="a later client invalidates the run (default: 100)",
+        help="longest lag of this client behind its schedule; more makes the run invalid (default: 100)",
     )
     group.add_argument(
         "--save-result", action="store_true", help="write JSON with vLLM's keys, and the trace beside it"
     )
-    group.add_argument("--result-dir", type=Path, default=Path(), metavar="DIR", help="default: here")
-    group.add_argument("--result-filename", metavar="FILE", help="default: made of the backend, the rate and the date")
+    group.add_argument(
+        "--result-dir",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="directory of the saved result (default: the current one)",
+    )
+    group.add_argument(
+        "--result-filename",
+        metavar="FILE",
+        help="name of the saved result (default: made of the backend, the rate and the date)",
+    )
     add_overwrite(group)
     add_sampling(parser, beside=False)
     add_target_flags(parser)

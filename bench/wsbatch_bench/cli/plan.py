@@ -52,19 +52,32 @@ def add_command(commands: Commands) -> None:
     parser = add_parser(
         commands, "plan", help="how many replicas a rate needs within an SLO", description=_DESCRIPTION, epilog=_EPILOG
     )
-    parser.add_argument("--rate", type=RATE.flag, required=True, metavar="R", help="requests a second, of all together")
-    parser.add_argument("--slo", required=True, metavar="SLO", help="the conditions, as `choose` takes them")
+    parser.add_argument(
+        "--rate", type=RATE.flag, required=True, metavar="R", help="requests a second of all clients together"
+    )
+    parser.add_argument(
+        "--slo", required=True, metavar="SLO", help="conditions that the pool must meet, as `choose` takes them"
+    )
     parser.add_argument(
         "--cost-model",
         required=True,
         metavar="COSTS",
-        help="of a replica's model: tau_ms=…,alpha_ms=…,beta_ms=…, or a file that `scaling --out` wrote",
+        help="step costs of a replica: tau_ms=…,alpha_ms=…,beta_ms=…, or a file that `scaling --out` wrote",
     )
     parser.add_argument(
-        "--setting", default="continuous:max_batch_size=32", metavar="SPEC", help="of a replica (default: %(default)s)"
+        "--setting",
+        default="continuous:max_batch_size=32",
+        metavar="SPEC",
+        help="scheduler and settings of each replica (default: %(default)s)",
     )
-    parser.add_argument("--model", default="MODEL", metavar="TEXT", help="only named in the commands")
-    parser.add_argument("--pools", type=sizes, default=(1, 2, 4, 8), metavar="N,N", help="default: 1,2,4,8")
+    parser.add_argument("--model", default="MODEL", metavar="TEXT", help="model name in the commands that are printed")
+    parser.add_argument(
+        "--pools",
+        type=sizes,
+        default=(1, 2, 4, 8),
+        metavar="N,N",
+        help="pool sizes whose capacity is found first (default: 1,2,4,8)",
+    )
     parser.add_argument(
         "--whole-tokens",
         type=Number(1, 1e12).flag,
@@ -73,7 +86,13 @@ def add_command(commands: Commands) -> None:
         help="simulate the whole pool where that takes at most so many output tokens, about 6 µs each; else as much of "
         "it as that allows, with its share of the rate (default: 50 million)",
     )
-    parser.add_argument("--jobs", type=JOBS.flag, default=1, metavar="N", help="small pools at once (default: 1)")
+    parser.add_argument(
+        "--jobs",
+        type=JOBS.flag,
+        default=1,
+        metavar="N",
+        help="number of small pools that are simulated at once (default: 1)",
+    )
     # Of one replica near its limit fewer do not show where the queue ends.
     add_workload(parser, measured=4000)
     parser.set_defaults(run=run)

@@ -56,19 +56,39 @@ def add_command(commands: Commands) -> None:
     )
     add_model_flags(parser, scheduler="dynamic")
     parser.add_argument(
-        "--sizes", type=sizes, default=(1, 2, 4, 8, 16, 32), metavar="N,N", help="default: 1,2,4,8,16,32"
+        "--sizes",
+        type=sizes,
+        default=(1, 2, 4, 8, 16, 32),
+        metavar="N,N",
+        help="batch sizes to measure (default: 1,2,4,8,16,32)",
     )
-    parser.add_argument("--prompt-tokens", type=TOKENS.flag, default=200, metavar="N", help="default: %(default)s")
-    parser.add_argument("--output-tokens", type=TOKENS.flag, default=24, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--rounds", type=Number(1, 10_000, whole=True).flag, default=3, metavar="N", help="default: %(default)s"
+        "--prompt-tokens",
+        type=TOKENS.flag,
+        default=200,
+        metavar="N",
+        help="tokens in each prompt (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output-tokens",
+        type=TOKENS.flag,
+        default=24,
+        metavar="N",
+        help="tokens that each row generates (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=Number(1, 10_000, whole=True).flag,
+        default=3,
+        metavar="N",
+        help="how often each size is measured (default: %(default)s)",
     )
     parser.add_argument(
         "--efficiency",
         type=Number(0, 1, above=True).flag,
         default=0.5,
         metavar="X",
-        help="that makes the knee (default: 0.5)",
+        help="efficiency below which a batch size is past the knee (default: 0.5)",
     )
     add_sampling(parser, beside=True)
     parser.add_argument(

@@ -49,20 +49,42 @@ def add_command(commands: Commands) -> None:
         commands, "static", help="what a batch run to completion costs", description=_DESCRIPTION, epilog=_EPILOG
     )
     add_model_flags(parser, scheduler=None)
-    parser.add_argument("--rows", type=_rows, default=_rows("7x4,1x32"), metavar="NxL,…", help="default: 7x4,1x32")
-    parser.add_argument("--prompt-tokens", type=TOKENS.flag, default=32, metavar="N", help="of every row (default: 32)")
+    parser.add_argument(
+        "--rows",
+        type=_rows,
+        default=_rows("7x4,1x32"),
+        metavar="NxL,…",
+        help="rows of the stated batch, as number x output tokens (default: 7x4,1x32)",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=TOKENS.flag,
+        default=32,
+        metavar="N",
+        help="tokens in the prompt of every row (default: 32)",
+    )
     parser.add_argument(
         "--output-lengths",
         type=_lengths,
         default=DEFAULT_OUTPUTS,
         metavar="SPEC",
-        help="of the drawn batches (default: %(default)s)",
+        help="how the output lengths of the drawn batches are drawn, in tokens (default: %(default)s)",
     )
-    parser.add_argument("--sizes", type=sizes, default=(2, 4, 8, 16, 32), metavar="N,N", help="default: 2,4,8,16,32")
     parser.add_argument(
-        "--requests", type=COUNT.flag, default=128, metavar="N", help="drawn for each size (default: 128)"
+        "--sizes",
+        type=sizes,
+        default=(2, 4, 8, 16, 32),
+        metavar="N,N",
+        help="sizes of the drawn batches (default: 2,4,8,16,32)",
     )
-    parser.add_argument("--seed", type=SEED.flag, default=0, metavar="N", help="default: 0")
+    parser.add_argument(
+        "--requests",
+        type=COUNT.flag,
+        default=128,
+        metavar="N",
+        help="number of requests drawn for each size (default: 128)",
+    )
+    parser.add_argument("--seed", type=SEED.flag, default=0, metavar="N", help="seed of the random draws (default: 0)")
     add_sampling(parser, beside=True)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write CSV, JSON and charts there")
     add_overwrite(parser)

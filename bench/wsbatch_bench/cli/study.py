@@ -13,6 +13,8 @@ from wsbatch.cli.streams import INTERRUPTED
 from wsbatch.model.simulated import DEFAULT_COSTS
 from wsbatch_bench.cli.flags import (
     LONG_S,
+    WORKLOAD_HELP,
+    add_engine_flags,
     add_overwrite,
     add_request_timeout,
     add_requests,
@@ -23,7 +25,7 @@ from wsbatch_bench.cli.flags import (
 from wsbatch_bench.load.results import plain
 from wsbatch_bench.load.specs import Lengths, parse_arrivals, parse_lengths
 from wsbatch_bench.load.trace import draw_trace
-from wsbatch_bench.numbers import BATCH, RATE
+from wsbatch_bench.numbers import BATCH
 from wsbatch_bench.sweep.grid import Sweep
 from wsbatch_bench.sweep.setting import Setting, check_costs, parse_costs, same_for_both
 from wsbatch_bench.sweep.stage import RealStage, Stage, VirtualStage
@@ -47,7 +49,8 @@ Compare settings request by request on the same trace:
 A change is certain where its 95 % interval does not hold zero.
 """
 
-_EPILOG = """\
+_EPILOG = f"""\
+{WORKLOAD_HELP}
 examples:
   wsbatch-bench study waiting --out study
   wsbatch-bench study anchors --engine real --model demo --costs costs.json --num-prompts 60
@@ -57,20 +60,21 @@ examples:
 def add_command(commands: Commands) -> None:
     """Add `study` to the command line."""
     parser = add_parser(commands, "study", help="when does waiting help?", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("study", choices=tuple(studies()))
-    parser.add_argument("--engine", choices=("virtual", "real"), default="virtual", help="default: %(default)s")
-    parser.add_argument("--costs", metavar="COSTS", help="as of `sweep`; real: predict each row, too")
-    parser.add_argument("--model", default="demo", metavar="TEXT", help="real: as `wsbatch serve` takes it")
-    parser.add_argument("--serve-flag", action="append", default=[], metavar="FLAG", help="real: one more flag of it")
-    parser.add_argument("--max-batch-size", type=BATCH.flag, default=8, metavar="N", help="default: %(default)s")
+    parser.add_argument("study", choices=tuple(studies()), help="what to compare; see above")
+    add_engine_flags(parser)
     parser.add_argument(
-        "--capacity", type=RATE.flag, metavar="R", help="the reference rate, requests/s (default: it is measured first)"
+        "--costs",
+        metavar="COSTS",
+        help="step costs, as `sweep` takes them; with --engine real: predict each row in virtual time, too",
+    )
+    parser.add_argument(
+        "--max-batch-size", type=BATCH.flag, default=8, metavar="N", help="most rows in a batch (default: %(default)s)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write table, JSON and chart there")
     add_overwrite(parser)
     add_request_timeout(parser)
     add_requests(parser, measured=1000).add_argument(
-        "--arrivals", metavar="SPEC", help="these alone, instead of the study's own; as of `load`"
+        "--arrivals", metavar="SPEC", help="use only these arrivals instead of the study's own; see arrivals below"
     )
     parser.set_defaults(run=run)
 

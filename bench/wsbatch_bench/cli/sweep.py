@@ -14,6 +14,7 @@ from wsbatch_bench.cli.flags import (
     JOBS,
     LONG_S,
     WORKLOAD_HELP,
+    add_engine_flags,
     add_overwrite,
     add_request_timeout,
     add_workload,
@@ -23,7 +24,7 @@ from wsbatch_bench.cli.flags import (
     span,
 )
 from wsbatch_bench.load.specs import DEFAULT_OUTPUTS, DEFAULT_PROMPTS
-from wsbatch_bench.numbers import RATE, Number, numbers
+from wsbatch_bench.numbers import Number, numbers
 from wsbatch_bench.plan.pool_sim import PoolStage
 from wsbatch_bench.sweep.cell import Cell, CellResult
 from wsbatch_bench.sweep.choose import REFINED, choice_lines, choose, settle
@@ -83,27 +84,34 @@ def add_command(commands: Commands) -> None:
     parser = add_parser(
         commands, "sweep", help="measure every setting at every rate", description=_DESCRIPTION, epilog=_EPILOG
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the results go")
-    parser.add_argument("--engine", choices=("virtual", "real"), default="virtual", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder that the results are written to")
+    add_engine_flags(parser)
     parser.add_argument(
         "--costs",
         metavar="COSTS",
-        help="tau_ms=…,alpha_ms=…,beta_ms=… or a file that `scaling` wrote. virtual: the model's (default: 10, 1, "
-        "0.5); real: predict each cell in virtual time, too",
-    )
-    parser.add_argument("--model", default="demo", metavar="TEXT", help="real: as `wsbatch serve` takes it")
-    parser.add_argument("--serve-flag", action="append", default=[], metavar="FLAG", help="real: one more flag of it")
-    parser.add_argument(
-        "--setting", action="append", type=setting_flag, metavar="SPEC", help="instead of the whole grid"
+        help="step costs of the simulated model: tau_ms=…,alpha_ms=…,beta_ms=…, or a file that `scaling --out` wrote "
+        "(default: 10, 1, 0.5); with --engine real: predict each cell in virtual time, too",
     )
     parser.add_argument(
-        "--fractions", type=numbers(_FRACTION), default=FRACTIONS, metavar="X,X", help="default: 0.3,0.7,1.1"
+        "--setting",
+        action="append",
+        type=setting_flag,
+        metavar="SPEC",
+        help="measure only this setting; may be repeated",
     )
     parser.add_argument(
-        "--capacity", type=RATE.flag, metavar="R", help="the reference rate, requests/s (default: it is measured first)"
+        "--fractions",
+        type=numbers(_FRACTION),
+        default=FRACTIONS,
+        metavar="X,X",
+        help="rates to measure, as fractions of the capacity (default: 0.3,0.7,1.1)",
     )
-    parser.add_argument("--slo", type=_slo, metavar="SLO", help="choose a setting and mark it; see `choose`")
-    parser.add_argument("--jobs", type=JOBS.flag, default=1, metavar="N", help="virtual: cells at once (default: 1)")
+    parser.add_argument(
+        "--slo", type=_slo, metavar="SLO", help="choose a setting by these conditions, and mark it; see `choose`"
+    )
+    parser.add_argument(
+        "--jobs", type=JOBS.flag, default=1, metavar="N", help="with --engine virtual: cells run at once (default: 1)"
+    )
     parser.add_argument("--resume", action="store_true", help="keep the cells that are already in DIR")
     add_overwrite(parser)
     add_request_timeout(parser)
@@ -111,7 +119,7 @@ def add_command(commands: Commands) -> None:
     add_workload(
         parser,
         measured=None,
-        shown=f"{REAL}; virtual: as many as the intervals need, {LEAST_VIRTUAL} to {MOST_VIRTUAL}",
+        shown=f"{REAL}; with --engine virtual: as many as the intervals need, {LEAST_VIRTUAL} to {MOST_VIRTUAL}",
     )
     parser.set_defaults(run=run)
 

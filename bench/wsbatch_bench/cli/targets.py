@@ -30,10 +30,11 @@ def add_target_flags(parser: Parser) -> None:
         "--connections",
         type=Number(0, 10_000, whole=True).flag,
         metavar="N",
-        help="opened before the load begins (default: for the requests of half a minute, or all at an infinite rate)",
+        help="number of connections, opened before the load begins "
+        "(default: for the requests of half a minute, or all at an infinite rate)",
     )
     peers = parser.add_argument_group("peers")
-    peers.add_argument("--model", metavar="NAME", help="http: the model's name there")
+    peers.add_argument("--model", metavar="NAME", help="http: name of the model on the peer")
     peers.add_argument(
         "--extra-body",
         type=_object,
@@ -47,12 +48,32 @@ def add_target_flags(parser: Parser) -> None:
         metavar="FILE",
         help="http: send text of the same number of tokens by this tokenizer.json, where ids are not taken",
     )
-    peers.add_argument("--max-batch-size", type=BATCH.flag, default=8, metavar="N", help="transformers: default: 8")
     peers.add_argument(
-        "--max-wait-ms", type=MILLISECONDS.flag, default=0.0, metavar="MS", help="transformers: default: 0"
+        "--max-batch-size",
+        type=BATCH.flag,
+        default=8,
+        metavar="N",
+        help="transformers: most rows in a batch (default: 8)",
     )
-    peers.add_argument("--dtype", default="auto", metavar="TEXT", help="transformers: as `wsbatch serve` takes it")
-    peers.add_argument("--threads", type=THREADS.flag, metavar="N", help="transformers: default: torch's own choice")
+    peers.add_argument(
+        "--max-wait-ms",
+        type=MILLISECONDS.flag,
+        default=0.0,
+        metavar="MS",
+        help="transformers: longest time that a request is held back while the batch fills up (default: 0)",
+    )
+    peers.add_argument(
+        "--dtype",
+        default="auto",
+        metavar="TEXT",
+        help="transformers: number type that the model computes in, as `wsbatch serve` takes it",
+    )
+    peers.add_argument(
+        "--threads",
+        type=THREADS.flag,
+        metavar="N",
+        help="transformers: CPU threads that the model uses (default: torch's own choice)",
+    )
 
 
 def check_target(arguments: argparse.Namespace) -> None:
