@@ -6,13 +6,16 @@ from pathlib import Path
 import pytest
 
 from wsbatch.batching.costs import CostModel
+from wsbatch.errors import ConnectionLost
 from wsbatch_bench.cli import main
+from wsbatch_bench.load.generator import LoadRun
 from wsbatch_bench.load.specs import parse_arrivals, parse_lengths
 from wsbatch_bench.plan.planner import Planner, Workload
 from wsbatch_bench.sweep.cell import CellResult
 from wsbatch_bench.sweep.cheapest import Search, Trial
 from wsbatch_bench.sweep.setting import Setting, same_for_both
 from wsbatch_bench.sweep.slo import parse_slo
+from wsbatch_bench.sweep.stage import RealStage
 
 from .harness import cell
 
@@ -108,6 +111,20 @@ def test_the_choice_is_confirmed_on_a_server(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     assert "e2e_p95<=1s takes about 200, where they queue more, measured requests to be shown" in printed
     assert "confirmed  " in printed
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("it did not start"), ConnectionLost("it was lost"), RuntimeError("it failed")]
+)
+def test_a_server_that_cannot_confirm_ends_it_with_1_in_one_line(
+    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> LoadRun:
+        raise error
+
+    monkeypatch.setattr(RealStage, "run", fail)
+    assert run("--rate", "20", "--setting", "continuous:max_batch_size=4", "--confirm", "30") == 1
+    assert capsys.readouterr().err == f"wsbatch-bench choose: {error}\n"
 
 
 @pytest.mark.parametrize(
