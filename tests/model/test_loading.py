@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import shutil
 import subprocess
 import threading
@@ -20,7 +21,7 @@ from filelock import FileLock, Timeout
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
-from wsbatch.model import conversion, demo, loading
+from wsbatch.model import compiled, conversion, demo, loading
 from wsbatch.model.conversion import cache_dir, cached, from_gguf
 from wsbatch.model.demo import fetch_demo
 from wsbatch.model.loading import LoadedModel, load, revision
@@ -117,14 +118,41 @@ def test_a_directory_loads_with_its_facts(tiny_directory: Directory, capfd: pyte
     assert transformers.utils.logging.is_progress_bar_enabled()
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_auto_is_bfloat16_only_where_it_is_native(
-    native: bool, tiny_directory: Directory, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("native", "family", "fused", "compiler", "expected"),
+    [
+        (True, "gpt2", False, False, "bfloat16"),
+        (False, "gpt2", True, True, "float32"),  # not a family that the fused runner computes
+        (False, "wide", False, True, "float32"),  # dynamic batching
+        (False, "wide", True, False, "float32"),
+        (False, "wide", True, True, "bfloat16"),  # stored in it, computed in float32
+    ],
+)
+def test_auto_is_bfloat16_where_it_is_faster(
+    native: bool,
+    family: str,
+    fused: bool,
+    compiler: bool,
+    expected: str,
+    tiny_directory: Directory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    if family == "wide":  # as the kernels want it: sizes are multiples of 16
+        shape = {"hidden_size": 64, "intermediate_size": 112, "num_attention_heads": 4, "vocab_size": 97}
+        config = transformers.LlamaConfig(**shape, num_hidden_layers=1, num_key_value_heads=2)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+        directory = tmp_path
+    else:
+        directory = tiny_directory(family)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    loaded = load(str(tiny_directory("gpt2")), device="cpu")
-    assert loaded.info.dtype == ("bfloat16" if native else "float32")
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: f"/usr/bin/{name}" if compiler else None)
+    with caplog.at_level(logging.INFO, "wsbatch.model"):
+        loaded = load(str(directory), device="cpu", fused=fused)
+    assert loaded.info.dtype == expected
+    assert f"weights in {expected}" in caplog.text
 
 
 def test_max_model_len_is_bounded_by_the_models_positions(tiny_directory: Directory) -> None:

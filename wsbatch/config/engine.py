@@ -20,7 +20,10 @@ class EngineConfig(Settings):
         "decode row + beta for each prompt token",
     )
     dtype: str = setting(
-        "auto", "number type that the model computes in", choices=("auto", "float32", "bfloat16", "float16")
+        "auto",
+        "number type of the weights; auto: bfloat16 where the processor or the kernels are faster with it, "
+        "else float32",
+        choices=("auto", "float32", "bfloat16", "float16"),
     )
     device: str = setting("auto", "device that the model runs on", choices=("auto", "cpu", "cuda"))
     kernel_level: str = setting(

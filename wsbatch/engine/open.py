@@ -208,6 +208,7 @@ def _load(config: EngineConfig, progress: Progress | None) -> tuple[Model, TextC
         device=config.device,
         threads=config.threads,
         max_model_len=config.max_model_len,
+        fused=config.scheduler == "continuous",
         progress=progress,
     )
     codec = HuggingFaceText(loaded.directory)

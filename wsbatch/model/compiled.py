@@ -52,7 +52,7 @@ def load_library(dtype: torch.dtype, level: Level) -> ctypes.CDLL:
         raise KernelsUnavailable(f"the kernels run on Linux and macOS, not on {sys.platform}")
     if dtype not in level.formats:
         raise KernelsUnavailable(f"no kernels for {dtype}")
-    compiler = _compiler()
+    compiler = find_compiler()
     flags = (*_FLAGS, *level.flags, f"-DWSBATCH_FORMAT={level.formats[dtype]}")
     try:
         key = _key(compiler, flags, sorted(_SOURCES.glob("*.cpp")))
@@ -65,8 +65,8 @@ def load_library(dtype: torch.dtype, level: Level) -> ctypes.CDLL:
         raise KernelsUnavailable(f"the kernels could not be compiled or loaded: {error}") from error
 
 
-def _compiler() -> list[str]:
-    """The command that compiles: a program, and what `CXX` gives it as flags."""
+def find_compiler() -> list[str]:
+    """The command that compiles: a program, and what `CXX` gives it as flags. Raises KernelsUnavailable."""
     for candidate in (os.environ.get("CXX", ""), "g++", "clang++"):
         try:
             words = shlex.split(candidate)

@@ -283,15 +283,19 @@ class FusedRunner:
 
 def check(model: Any, block_tokens: int) -> None:
     """Raises KernelsUnavailable, naming the reason, where the kernels do not compute this model."""
-    config = model.config
     if model.device.type != "cpu":
         raise KernelsUnavailable(f"the model is on {model.device.type}")
+    check_config(model.config, block_tokens)
+
+
+def check_config(config: Any, block_tokens: int) -> None:
+    """The same, as far as a model's configuration tells."""
     if config.model_type not in _MODEL_TYPES:
         raise KernelsUnavailable(f"{config.model_type} is not one of {', '.join(sorted(_MODEL_TYPES))}")
     rope = config.rope_parameters.get("rope_type", "default")
     if rope not in _ROPE_TYPES or config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise KernelsUnavailable(f"its position encoding ({rope}) is not one of {', '.join(sorted(_ROPE_TYPES))}")
-    head_dim = model.model.layers[0].self_attn.head_dim
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = {
         "block_tokens": block_tokens,
         "hidden_size": config.hidden_size,

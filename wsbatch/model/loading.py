@@ -12,8 +12,11 @@ import torch
 import transformers
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+from wsbatch.model.compiled import KernelsUnavailable, find_compiler
 from wsbatch.model.conversion import Progress, from_gguf
 from wsbatch.model.demo import fetch_demo
+from wsbatch.model.fused import check_config
+from wsbatch.model.linears import LANES
 from wsbatch.model.positions import shared_angles
 from wsbatch.model.weights import check_quantisation, one_line, read_weights, revision, weight_files
 from wsbatch.steps import ModelInfo
@@ -53,6 +56,7 @@ def load(
     device: str = "auto",
     threads: int | None = None,
     max_model_len: int | None = None,
+    fused: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a causal language model. Call it on the thread that will run it.
@@ -60,10 +64,12 @@ def load(
     Args:
         model: a local directory of safetensors, a `.gguf` file (converted to bfloat16 once, in the user's cache),
             `demo`, or a Hugging Face id (fetched into the hub's cache). A directory called `demo` is `./demo`.
-        dtype: float32, bfloat16, float16, or auto: bfloat16 where the hardware multiplies it natively, else float32.
+        dtype: float32, bfloat16, float16, or auto: bfloat16 where the hardware multiplies it natively, and where the
+            fused runner will store weights in it and compute in float32; else float32.
         device: cpu, cuda, or auto: cuda where there is one.
         threads: of this thread's tensor operations; None leaves torch's choice.
         max_model_len: prompt plus output, in tokens; None is what the model was made for.
+        fused: whether the fused runner (`fused.py`) will run the model, if it can.
         progress: called with (stage, done, total) while a model is fetched ("download", bytes) or converted
             ("convert", steps). Downloads from the hub draw the hub's own bars instead, and none without `progress`.
 
@@ -74,7 +80,6 @@ def load(
     where = _device(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is none of auto, {', '.join(DTYPES)}")
-    kind = _native_dtype(where) if dtype == "auto" else dtype
     if threads is not None:
         if threads < 1:
             raise ValueError(f"threads={threads} is below 1")
@@ -83,9 +88,12 @@ def load(
     directory = _locate(model, progress)
     with _quiet():
         config = _read_config(directory)
+        kind, reason = _auto_dtype(where, config, fused) if dtype == "auto" else (dtype, "as asked for")
         longest = _max_model_len(config, max_model_len, directory)
         named_ends = _named_ends(directory)
         module = read_weights(directory, DTYPES[kind]).to(where)
+    size_bytes = sum(tensor.numel() * tensor.itemsize for tensor in module.parameters())
+    _log.info("weights in %s, %s: %d MiB", kind, reason, size_bytes >> 20)
     info = ModelInfo(
         name=model,
         revision=revision(directory),
@@ -108,13 +116,25 @@ def _device(device: str) -> str:
     return device
 
 
-def _native_dtype(device: str) -> str:
-    """bfloat16 where matrix products in it are fast; elsewhere torch emulates it, slower than float32."""
+def _auto_dtype(device: str, config: Any, fused: bool) -> tuple[str, str]:
+    """The dtype that is fastest here, and why."""
     if device == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bfloat16" if native else "float32"
+    if native:
+        return "bfloat16", "which the hardware multiplies"
+    if device == "cpu" and fused:
+        try:
+            check_config(config, LANES)
+            find_compiler()
+            return (
+                "bfloat16",
+                "computed in float32, for half the memory to read (docs/kernels.md)",
+            )
+        except KernelsUnavailable:
+            pass
+    return "float32", "for bfloat16 would be emulated"
 
 
 def _locate(model: str, progress: Progress | None) -> Path:
