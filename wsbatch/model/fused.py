@@ -14,6 +14,7 @@ from torch import Tensor
 
 from wsbatch.messages import SamplingParams, TokenLogprobs
 from wsbatch.model.compiled import KernelsUnavailable, load_library
+from wsbatch.model.kernel_structs import Batch, Choice, Config, Layer, Packed
 from wsbatch.model.levels import Level
 from wsbatch.model.linears import LANES, huge_zeros, interleave, pack, packed_shape
 from wsbatch.model.ragged import Ragged
@@ -23,56 +24,6 @@ _MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
 _ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # angles that depend on the position alone
 _MAX_GROUP, _MAX_HEAD_DIM = 48, 512  # what the kernels' scratch memory holds
 PARTS = ("linears", "attention", "head", "other")
-
-
-class _Packed(ctypes.Structure):
-    _fields_ = (
-        ("panels", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("n", ctypes.c_int32), ("k", ctypes.c_int32),
-    )  # fmt: skip
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, _Packed) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
-        ("window", ctypes.c_int32),
-    )
-
-
-class _Config(ctypes.Structure):
-    _fields_ = (
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "threads", "layers", "hidden", "q_heads", "kv_heads", "head_dim", "block_tokens",
-                "total_blocks",
-            )
-        ),
-        ("eps", ctypes.c_float), ("scale", ctypes.c_float), ("embedding", ctypes.c_void_p), ("head", _Packed),
-        *((name, ctypes.c_void_p) for name in ("final_norm", "cos", "sin", "pool")),
-    )  # fmt: skip
-
-
-class _Batch(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("rows", "tokens", "samples", "widest")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "token_ids", "positions", "sample_at", "query_starts", "kv_lens", "block_tables", "logits", "best",
-                "broken", "stage_ms",
-            )
-        ),
-    )  # fmt: skip
-
-
-class _Choice(ctypes.Structure):
-    _fields_ = (
-        ("logits", ctypes.c_void_p), ("vocab", ctypes.c_int32), ("top_k", ctypes.c_int32),
-        ("temperature", ctypes.c_double), ("top_p", ctypes.c_double), ("noise", ctypes.c_double),
-        ("id", ctypes.c_int64), ("logprobs", ctypes.c_int32), ("own", ctypes.c_float),
-        ("top_ids", ctypes.c_void_p), ("top_logprobs", ctypes.c_void_p),
-    )  # fmt: skip
 
 
 class FusedRunner:
@@ -111,7 +62,7 @@ class FusedRunner:
             config.num_hidden_layers * total_blocks * kv_heads * 2 * block_tokens * attention.head_dim,
             dtype=self._dtype,
         )
-        settings = _Config(
+        settings = Config(
             threads=threads,
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
@@ -129,7 +80,7 @@ class FusedRunner:
             sin=self._floats(sin),
             pool=self._hold(pool),
         )
-        layers = (_Layer * config.num_hidden_layers)(*(self._layer(layer) for layer in model.model.layers))
+        layers = (Layer * config.num_hidden_layers)(*(self._layer(layer) for layer in model.model.layers))
         created = self._library.wsbatch_create(ctypes.byref(settings), layers)
         if created is None:
             raise KernelsUnavailable("there is no memory for the kernels' scratch")
@@ -163,7 +114,7 @@ class FusedRunner:
         addresses[np.asarray(wanted, bool)] = logits.data_ptr() + np.arange(len(logits)) * self.vocab * 4
         best = np.zeros(len(wanted), np.int64)
         broken = np.zeros(len(ragged.kv_lens), np.uint8)
-        batch = _Batch(
+        batch = Batch(
             rows=len(ragged.kv_lens),
             tokens=len(ragged.token_ids),
             samples=len(wanted),
@@ -191,9 +142,9 @@ class FusedRunner:
         count = max(((row.logprobs or 0) for row in rows), default=0)
         top_ids = np.zeros((len(rows), count), np.int32)
         top_logprobs = np.zeros((len(rows), count), np.float32)
-        choices = (_Choice * len(rows))(
+        choices = (Choice * len(rows))(
             *(
-                _Choice(
+                Choice(
                     logits=logits.data_ptr() + index * vocab * 4,
                     vocab=vocab,
                     top_k=row.top_k,
@@ -241,12 +192,12 @@ class FusedRunner:
             return attention.config.sliding_window or 0
         return getattr(attention, "sliding_window", None) or 0
 
-    def _layer(self, layer: Any) -> _Layer:
+    def _layer(self, layer: Any) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
         qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
         biases = [linear.bias for linear in qkv]
         gate_bias = mlp.gate_proj.bias
-        return _Layer(
+        return Layer(
             qkv=self._pack(
                 torch.cat([linear.weight for linear in qkv]), None if biases[0] is None else torch.cat(biases)
             ),
@@ -263,7 +214,7 @@ class FusedRunner:
             window=self._window(attention),
         )
 
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> _Packed:
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
         n, k = weight.shape
         panels = huge_zeros(*packed_shape(n, k, self._dtype), dtype=self._dtype)
         pack(weight.detach(), panels)
@@ -271,7 +222,7 @@ class FusedRunner:
         if bias is not None:
             padded = torch.zeros(panels.shape[0] * LANES)
             padded[:n] = bias.detach()
-        return _Packed(panels=self._hold(panels), bias=None if padded is None else self._hold(padded), n=n, k=k)
+        return Packed(panels=self._hold(panels), bias=None if padded is None else self._hold(padded), n=n, k=k)
 
     def _floats(self, tensor: Tensor) -> int:
         return self._hold(tensor.detach().float().contiguous())
