@@ -22,7 +22,7 @@ import msgpack
 import trio
 
 from lab_tools.impatient import ImpatientTarget, Manners
-from lab_tools.looks import raise_descriptor_limit
+from lab_tools.looks import look, raise_descriptor_limit
 from lab_tools.overload_run import Overload
 from wsbatch_bench.load.generator import LoadPlan, run_load
 from wsbatch_bench.load.record import Record
@@ -166,28 +166,34 @@ async def measure(checkout: Path, overload: Overload, arguments: argparse.Namesp
         warmup=round(rate * overload.warmup_s),
         measured=max(1, round(rate * overload.measured_s)),
     )
-    with serving(checkout, [*flags, "--max-connections", "8192"]) as server, trio.open_nursery() as nursery:
-        target = LinkTarget(server.port, nursery)
-        config = overload.setting.config(model="simulated")
-        for _ in range(config.max_batch_size + config.max_queue_requests + 64):
-            target.free.append(await target.add())
-        before, began_s, server_s, client_s = await server.look(), trio.current_time(), cpu_s(server), process_time()
-        clients = ImpatientTarget(target, overload.manners, 0)
-        run = await run_load(clients, plan)
-        lasted_s = trio.current_time() - began_s
-        after = await server.look()
-        start_s, end_s = run.window_s
-        good = [each for each in run.records if each.ok and start_s <= each.ended_s <= end_s]
-        result = Result(
-            len(good) / (end_s - start_s),
-            clients.outcomes.total() / lasted_s,
-            (cpu_s(server) - server_s) / lasted_s,
-            (process_time() - client_s) / lasted_s,
-            statistics.median(target.refused_ms or [0.0]),
-            after.lag_quantile_s(before, 0.99) * 1000,
-            clients.outcomes,
-        )
-        nursery.cancel_scope.cancel()
+    with serving(checkout, [*flags, "--max-connections", "8192"]) as server:
+        async with trio.open_nursery() as nursery:
+            target = LinkTarget(server.port, nursery)
+            config = overload.setting.config(model="simulated")
+            for _ in range(config.max_batch_size + config.max_queue_requests + 64):
+                target.free.append(await target.add())
+            before, began_s, server_s, client_s = (
+                await look(server),
+                trio.current_time(),
+                cpu_s(server),
+                process_time(),
+            )
+            clients = ImpatientTarget(target, overload.manners, 0)
+            run = await run_load(clients, plan)
+            lasted_s = trio.current_time() - began_s
+            after = await look(server)
+            start_s, end_s = run.window_s
+            good = [each for each in run.records if each.ok and start_s <= each.ended_s <= end_s]
+            result = Result(
+                len(good) / (end_s - start_s),
+                clients.outcomes.total() / lasted_s,
+                (cpu_s(server) - server_s) / lasted_s,
+                (process_time() - client_s) / lasted_s,
+                statistics.median(target.refused_ms or [0.0]),
+                after.lag_quantile_s(before, 0.99) * 1000,
+                clients.outcomes,
+            )
+            nursery.cancel_scope.cancel()
     return result
 
 
