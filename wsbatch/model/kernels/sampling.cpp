@@ -154,7 +154,7 @@ class Chooser {
         const double total = weigh(choice.temperature);
         const bool by_count = choice.top_k > 0 && choice.top_k < vocab_;
         if (!by_count && !(choice.top_p < 1)) return invert(choice.noise, [](int) { return true; });
-        const Candidate last = by_count ? last_of_count(choice) : last_of_share(choice.top_p, total, total);
+        const Candidate last = by_count ? last_of_count(choice) : last_of_share(choice.top_p, total);
         return invert(choice.noise, [&](int id) {
             return id < vocab_ && (logits_[id] > last.logit || (logits_[id] == last.logit && id <= last.id));
         });
@@ -212,8 +212,8 @@ class Chooser {
         return last_of_mass(choice.top_p * total);
     }
 
-    Candidate last_of_share(double share, double total, double all) {
-        const double least = (1 - share) * all / vocab_;
+    Candidate last_of_share(double share, double total) {
+        const double least = (1 - share) * total / vocab_;
         candidates_.clear();
         for (int block = 0; block < blocks(); block++)
             for (int id = block * BLOCK; id < std::min(vocab_, (block + 1) * BLOCK); id++)
